@@ -1,0 +1,238 @@
+"""What every role needs and is not the loop: the configuration, errors with exit codes, the way out of a process."""
+
+import difflib
+import errno
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import time
+import tomllib
+import traceback
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+
+class RunError(Exception):
+    """Ends the run. code: 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage."""
+
+    def __init__(self, code, cause):
+        super().__init__(cause)
+        self.code = code
+
+
+def run_role(role, main):
+    """main(sys.argv[1:]) with the exit code of what it raises; the first role to fail leaves $ROLEMODEL_EXIT_FILE for launch.sh.
+
+    torchrun answers 1 whatever its workers exit with, so the code has to travel by a file."""
+    try:
+        return main(sys.argv[1:])
+    except BaseException as e:
+        cause = e
+        while isinstance(cause, BaseExceptionGroup):  # from asyncio.TaskGroup
+            cause = cause.exceptions[0]
+        if isinstance(cause, SystemExit):
+            raise
+        is_storage = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+        code = 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "code", 6 if is_storage else 3)
+        if not isinstance(cause, RunError):
+            traceback.print_exception(cause)
+        text, rank = (
+            f"{cause}" if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}",
+            os.environ.get("RANK", "0"),
+        )
+        try:
+            with open(os.environ.get("ROLEMODEL_EXIT_FILE", os.devnull), "x") as f:
+                json.dump({"role": role, "rank": int(rank), "code": code, "cause": text, "time": time.time()}, f)
+        except FileExistsError:
+            pass  # another role failed before
+        print(f"[{role}] exit {code}: {text}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process
+
+
+def load_config(path, overrides=()):
+    """TOML and `table.key=value` overrides -> frozen tuples: cfg.trainer.loss, cfg.run.model (the top level), ...
+
+    configs/defaults.toml is the schema. Raises RunError 2 that names the key and, if unknown, the nearest known one."""
+    schema = tomllib.loads((Path(__file__).parent / "defaults.toml").read_text())
+    limits, renamed, values, refused, foreign = (
+        schema.pop(table) for table in ("limits", "renamed", "renamed_values", "refused", "prime_rl")
+    )
+    defaults = flatten(schema)
+    try:
+        given = flatten(tomllib.loads(Path(path).read_text()), defaults)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
+        raise RunError(2, f"{path}: {e}") from None
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise RunError(2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
+        try:
+            given |= flatten(tomllib.loads(f"{key} = {text}"), defaults)
+        except tomllib.TOMLDecodeError:
+            given[key] = text  # a bare word is a string
+    hits = [k for k in flatten(foreign) if any(f"{g}.".startswith(f"{k}.") for g in given)]
+    if hits:
+        table = "".join(f"\n  {k} -> {flatten(foreign)[k]}" for k in hits)
+        raise RunError(2, f"{path} is a prime-rl configuration; its keys are here:{table}")
+    final = dict(defaults)
+    for key, value in given.items():
+        name = key.removeprefix("trainer.args.")
+        if name == key:
+            final[key] = value
+        elif name in refused or str(value) not in values.get(name, {str(value): 0}):
+            raise RunError(2, f"key {key!r} = {value!r}: {refused.get(name) or f'must be one of {list(values[name])}'}")
+        else:
+            final |= values[name][str(value)] if name in values else {renamed.get(name, f"trainer.{name}"): value}
+    for key in final:
+        final[key] = checked(key, final[key], defaults, limits, renamed)
+    tables = {}
+    for key, value in final.items():
+        table, _, name = key.rpartition(".")
+        tables.setdefault(table.rpartition(".")[2] or "run", {})[name] = value
+    cfg = SimpleNamespace(**{table: namedtuple(table, keys)(**keys) for table, keys in tables.items()})
+    cfg.run = cfg.run._replace(run_name=cfg.run.run_name or Path(path).stem)
+    cfg.path = Path(path)
+    check(cfg)
+    return cfg
+
+
+def flatten(raw, tables=(), prefix=""):
+    """Nested dict -> {dotted key: value}; stops at keys whose value is a table by itself, such as env.args."""
+    flat = {}
+    for name, value in raw.items():
+        key = prefix + name
+        nested = isinstance(value, dict) and value and key not in tables
+        flat |= flatten(value, tables, key + ".") if nested else {key: value}
+    return flat
+
+
+def checked(key, value, defaults, limits, renamed):
+    """The value as the schema wants it (1 becomes 1.0 for a float)."""
+    name, start = key.rpartition(".")[2], f"key {key!r} = {value!r}: "
+    if key not in defaults:
+        near = difflib.get_close_matches(name, [k.rpartition(".")[2] for k in defaults], 1)
+        known = [renamed[name]] if name in renamed else [k for k in defaults if k.rpartition(".")[2] in near]
+        raise RunError(2, start + "unknown" + (f", did you mean {known[0]!r}?" if known else ""))
+    kind = type(defaults[key])
+    value = float(value) if kind is float and type(value) is int else value
+    if type(value) is not kind or (kind is list and any(type(item) is not str for item in value)):
+        raise RunError(
+            2, start + f"must be {kind.__name__}{' of strings' * (kind is list)}, not {type(value).__name__}"
+        )
+    if kind in (int, float) and not 0 <= value <= (1 if name in limits["at_most_1"].split() else 1e300):
+        raise RunError(2, start + f"must be at least 0{' and at most 1' * (name in limits['at_most_1'].split())}")
+    if not value and {name, key} & set(limits["positive"].split()):
+        raise RunError(2, start + ("must be above 0" if kind in (int, float) else "must be given"))
+    if value not in limits["choices"].get(name, [value]) and not (name in ("loss", "advantage") and ":" in value):
+        raise RunError(2, start + f"must be one of {limits['choices'][name]}")
+    return value
+
+
+def check(cfg):
+    """Impossible combinations, each named with both numbers."""
+    run, t, o, s, inf = cfg.run, cfg.trainer, cfg.orchestrator, cfg.sampling, cfg.inference
+    owned = "host port logprobs_mode served_model_name worker_extension_cls model max_model_len dtype seed".split()
+    clash = [key for key in inf.args if key.replace("-", "_") in (*owned, "data_parallel_size", "chat_template")]
+    hosts = [*(url.split("//")[-1].split(":")[0] for url in inf.urls), t.sync_host]
+    remote = [host for host in hosts if host not in ("127.0.0.1", "localhost")]
+    tp, g = inf.args.get("tensor_parallel_size", 1), o.rollouts_per_example
+    biased = s.top_p < 1 or s.top_k or s.min_p or s.repetition_penalty != 1
+    rules = [
+        (
+            clash,
+            f"inference.args.{clash}: set by launch.sh; see inference.gpus and port, max_seq_len, trainer.dtype, seed",
+        ),
+        (inf.gpus % tp, f"inference.gpus = {inf.gpus} is no multiple of inference.args.tensor_parallel_size = {tp}"),
+        (remote and not inf.allow_remote, f"inference.urls or sync_host: {remote} needs inference.allow_remote = true"),
+        (g < 2, f"orchestrator.rollouts_per_example = {g}: a group needs at least 2 for its baseline"),
+        (o.batch_size % g, f"orchestrator.batch_size = {o.batch_size} is no multiple of rollouts_per_example = {g}"),
+        (o.max_concurrent < g, f"orchestrator.max_concurrent = {o.max_concurrent} is below rollouts_per_example = {g}"),
+        (
+            s.max_tokens >= run.max_seq_len,
+            f"orchestrator.sampling.max_tokens = {s.max_tokens} leaves no room for a prompt in max_seq_len = {run.max_seq_len}",
+        ),
+        (
+            o.max_prompt_len >= run.max_seq_len,
+            f"orchestrator.max_prompt_len = {o.max_prompt_len} leaves no room for an answer in max_seq_len = {run.max_seq_len}",
+        ),
+        (
+            biased and not s.allow_biased_sampling,
+            "orchestrator.sampling: top_p, top_k, min_p and repetition_penalty change the distribution, so the "
+            "importance ratio is biased; allow_biased_sampling = true trains all the same",
+        ),
+        (t.ref_sync_steps and not t.beta, "trainer.ref_sync_steps needs trainer.beta > 0: there is no reference"),
+        (
+            t.ref_sync_steps and t.use_lora and t.ref_sync_alpha < 1,
+            f"trainer.ref_sync_alpha = {t.ref_sync_alpha}: with LoRA the reference can only be copied (1)",
+        ),
+        (t.use_lora and not t.lora_target_modules, "trainer.lora_target_modules is empty"),
+        (t.lora_dropout == 1, "trainer.lora_dropout = 1.0 drops everything"),
+        (run.chat_template and not Path(run.chat_template).is_file(), f"chat_template: no file {run.chat_template!r}"),
+        ("/" in run.run_name, f"run_name = {run.run_name!r} must be a plain name; output_dir has the directory"),
+    ]
+    for broken, message in rules:
+        if broken:
+            raise RunError(2, message)
+
+
+def run_directory(cfg, suffix=""):
+    path = Path(cfg.run.output_dir) / (cfg.run.run_name + suffix.replace(":", "."))
+    for part in ("batches", "checkpoints", "logs"):
+        (path / part).mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def cut_lines(path, keep):
+    """Drops lines of a JSONL file that a resumed run will write again."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if line.endswith("}") and keep(json.loads(line))]
+    tmp = path.with_suffix(".tmp")
+    tmp.write_text("".join(line + "\n" for line in kept))
+    os.replace(tmp, path)
+
+
+def latest_checkpoint(run_dir):
+    return max((run_dir / "checkpoints").glob("step_??????"), default=None)
+
+
+def commit_directory(path, files, state):
+    """files: {name: {key: tensor}} -> name.safetensors; state -> state.json; sha256 manifest; one rename commits all."""
+    from safetensors.torch import save_file
+
+    tmp = path.with_name(path.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    for name, tensors in files.items():
+        owners = {}  # tied tensors share memory, which safetensors refuses
+        unique = {k: v if owners.setdefault(v.data_ptr(), k) == k else v.clone() for k, v in tensors.items()}
+        save_file({k: v.contiguous() for k, v in unique.items()}, tmp / f"{name}.safetensors")
+    (tmp / "state.json").write_text(json.dumps(state))
+    sums = {file.name: sha256(file) for file in tmp.iterdir()}
+    (tmp / "manifest.json").write_text(json.dumps(sums))
+    for file in (*tmp.iterdir(), tmp):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    os.rename(tmp, path)
+
+
+def read_directory(path):
+    """-> files, state as given to commit_directory. Raises RunError 6 for a file that is not as it was written."""
+    from safetensors.torch import load_file
+
+    for name, digest in json.loads((path / "manifest.json").read_text()).items():
+        if not (path / name).is_file() or sha256(path / name) != digest:
+            raise RunError(
+                6, f"{path / name} is damaged (sha256 differs from manifest.json); remove {path} to resume before it"
+            )
+    return {f.stem: load_file(f) for f in path.glob("*.safetensors")}, json.loads((path / "state.json").read_text())
+
+
+def sha256(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
