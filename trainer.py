@@ -432,6 +432,8 @@ class WeightSender:
         t, self.cfg, self.run_dir, self.urls, self.loaded = cfg.trainer, cfg, run_dir, list(cfg.inference.urls), []
         self.http, self.pool = httpx.Client(timeout=t.sync_timeout_s, trust_env=False), ThreadPoolExecutor(64)
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
+        self.wait_ready(cfg.inference.startup_timeout)
+        (run_dir / "version").unlink(missing_ok=True)
         backend = t.sync_backend if t.sync_backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
         self.device = device if backend == "nccl" else torch.device("cpu")
         listener, timeout = socket.create_server((t.sync_host, 0)), timedelta(seconds=t.sync_timeout_s)
@@ -448,6 +450,24 @@ class WeightSender:
             raise RunError(2, f"trainer.dtype = {t.dtype!r}, but a server runs {wrong[0]['dtype']}")
         if any(w["lora"] != sends_adapters(t) for w in about):
             raise RunError(2, f"servers need --enable-lora for LoRA in 16 bits, and only then; they run {about[0]}")
+
+    def wait_ready(self, timeout_s):
+        """Until every server answers under this run's name, so that a foreign one is never trained against."""
+        import httpx
+
+        deadline, names = time.monotonic() + timeout_s, {}
+        while len(names) < len(self.urls):
+            for url in self.urls:
+                try:
+                    names[url] = self.http.get(f"{url}/v1/models").json()["data"][0]["id"]
+                except httpx.TransportError as e:
+                    if time.monotonic() > deadline:
+                        raise RunError(
+                            3, f"{url} is not up after {timeout_s:.0f} s (inference.startup_timeout): {e}"
+                        ) from e
+                    time.sleep(0.2)
+        if foreign := {url: name for url, name in names.items() if name != self.run_id}:
+            raise RunError(2, f"{foreign}: a server of another run, this one is {self.run_id!r}")
 
     def post(self, url, path, body=None):
         reply = self.http.post(url + path, json=body)

@@ -4,7 +4,7 @@ import difflib
 import errno
 import hashlib
 import json
-import math
+import shlex
 import os
 import shutil
 import sys
@@ -236,3 +236,48 @@ def read_directory(path):
 def sha256(path):
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def for_launch(argv):
+    """Prints what launch.sh needs as shell assignments and writes the resolved config.toml."""
+    q = shlex.quote
+    if argv[0] == "--exit":
+        first = json.loads(Path(argv[1]).read_text())
+        print(f"name={q(first['role'])} code={first['code']} cause={q(first['cause'])}")
+        return
+    cfg = load_config(argv[0], argv[1:])
+    run, t, inf, run_dir = cfg.run, cfg.trainer, cfg.inference, run_directory(cfg)
+    text = ""
+    for table, header in {"run": "", "orchestrator": "orchestrator", "sampling": "orchestrator.sampling"}.items():
+        text += toml_table(header, getattr(cfg, table))
+    for table in ("env", "inference", "trainer", "eval", "checkpoint"):
+        text += toml_table(table, getattr(cfg, table))
+    (run_dir / "config.toml").write_text(text)
+    flags = []
+    for key, value in inf.args.items():  # vLLM's flags: true is --flag, false --no-flag
+        flag = key.replace("_", "-")
+        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[t.dtype]
+    lora = int(t.use_lora and t.dtype != "fp32")
+    plain = {"MODEL": run.model, "PREPARE": run.prepare, "RUN_DIR": run_dir, "DTYPE": dtype, "MAX_LEN": run.max_seq_len}
+    plain |= {"SEED": run.seed, "TEMPLATE": run.chat_template, "INF_GPUS": inf.gpus, "TRAIN_GPUS": t.gpus, "LORA": lora}
+    plain |= {"TP": inf.args.get("tensor_parallel_size", 1), "PORT": inf.port, "STEPS": run.max_steps}
+    plain |= {"STALENESS": cfg.orchestrator.max_staleness, "RANK_LORA": t.lora_rank}
+    print("\n".join(f"{k}={q(str(v))}" for k, v in plain.items()))
+    print(f"URLS=({' '.join(map(q, inf.urls))})\nARGS=({' '.join(map(q, flags))})")
+
+
+def toml_table(header, table):
+    def value(v):
+        return (
+            f"{{ {', '.join(f'{json.dumps(k)} = {value(x)}' for k, x in v.items())} }}"
+            if type(v) is dict
+            else json.dumps(v)
+        )
+
+    lines = [f"{k} = {value(v)}\n" for k, v in table._asdict().items()]
+    return (f"\n[{header}]\n" if header else "") + "".join(lines)
+
+
+if __name__ == "__main__":
+    run_role("config", for_launch)

@@ -64,7 +64,7 @@ def write_demonstrations(path, tokenizer, demonstrations, batch_size, temperatur
         save_batch(path / f"step_{n:06d}.safetensors", samples, {"step": n})
 
 
-def main(config, steps=150, batch_size=64):
+def main(config, steps=95, batch_size=64):
     from configs.runtime import load_config
     from env import load_environment  # noqa: F401  the task's module imports it
 
@@ -78,7 +78,7 @@ def main(config, steps=150, batch_size=64):
     write_demonstrations(work / "demonstrations", tokenizer, task.demonstrations(steps * batch_size), batch_size)
     overrides = [
         f"model={work / 'random'}", f"output_dir={work}", "run_name=warmup", f"max_steps={steps}", "trainer.loss=sft",
-        "trainer.use_lora=false", "trainer.dtype=fp32", "trainer.learning_rate=3e-3", "trainer.lr_scheduler_type=linear",
+        "trainer.use_lora=false", "trainer.dtype=fp32", "trainer.learning_rate=1e-3", "trainer.lr_scheduler_type=linear",
         "checkpoint.every=0",
     ]  # fmt: skip
     command = [sys.executable, "trainer.py", config, *overrides, "--replay", str(work / "demonstrations")]
