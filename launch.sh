@@ -42,7 +42,7 @@ else setup || exit 2; PY=$ROOT/.venv/bin/python; fi
 
 # --- configuration: checked before anything starts ---------------------------------------------------------------------
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-RESOLVED=$("$PY" configs/runtime.py "$CONFIG" "$@") || exit 2
+RESOLVED=$("$PY" configs/lib/runtime.py "$CONFIG" "$@") || exit 2
 eval "$RESOLVED" # MODEL PREPARE RUN_DIR DTYPE MAX_LEN SEED TEMPLATE INF_GPUS TRAIN_GPUS TP PORT LORA STALENESS RANK_LORA URLS ARGS
 LOGS=$RUN_DIR/logs
 export ROLEMODEL_RUN_ID ROLEMODEL_EXIT_FILE=$RUN_DIR/exit.json
@@ -114,7 +114,7 @@ if [ ${#URLS[@]} -eq 0 ]; then
         URLS+=("http://127.0.0.1:$port")
         flags=(--model "$MODEL" --host 127.0.0.1 --port "$port" --served-model-name "$ROLEMODEL_RUN_ID" --dtype "$DTYPE"
             --max-model-len "$MAX_LEN" --seed "$SEED" --logprobs-mode processed_logprobs
-            --worker-extension-cls trainer.WeightReceiver ${TEMPLATE:+--chat-template "$TEMPLATE"} "${ARGS[@]}")
+            --worker-extension-cls configs.lib.broadcast.WeightReceiver ${TEMPLATE:+--chat-template "$TEMPLATE"} "${ARGS[@]}")
         [ "$LORA" = 1 ] && flags+=(--enable-lora --max-lora-rank "$RANK_LORA" --max-loras $((STALENESS + 2)))
         log=$LOGS/inference.log; [ "$i" = 0 ] || log=$LOGS/inference$i.log
         [ "$GPUS" -eq 0 ] || export CUDA_VISIBLE_DEVICES=$(slice $((i * TP)) "$TP")
@@ -146,7 +146,7 @@ while :; do
         if [ $code = 0 ] && [[ $name != inference* ]]; then done=$((done + 1)); continue; fi
         log=$LOGS/${name%0}.log
         if [ -f "$RUN_DIR/exit.json" ]; then # the role that failed first
-            eval "$("$PY" configs/runtime.py --exit "$RUN_DIR/exit.json")"; log=$LOGS/${name%0}.log
+            eval "$("$PY" configs/lib/runtime.py --exit "$RUN_DIR/exit.json")"; log=$LOGS/${name%0}.log
         else cause="died with status $code"; code=3; fi
         echo >&2
         tail -n 30 "$log" >&2

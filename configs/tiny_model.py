@@ -51,7 +51,7 @@ def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0):
 
 def write_demonstrations(path, tokenizer, demonstrations, batch_size, temperature=1.0):
     """Messages -> batch files with the last message's tokens as loss tokens."""
-    from trainer import save_batch
+    from configs.lib.batch import save_batch
 
     path.mkdir(parents=True, exist_ok=True)
     for n in range(len(demonstrations) // batch_size):
@@ -65,7 +65,7 @@ def write_demonstrations(path, tokenizer, demonstrations, batch_size, temperatur
 
 
 def main(config, steps=95, batch_size=64):
-    from configs.runtime import load_config
+    from configs.lib.runtime import load_config
     from env import load_environment  # noqa: F401  the task's module imports it
 
     cfg = load_config(config)
@@ -78,7 +78,8 @@ def main(config, steps=95, batch_size=64):
     write_demonstrations(work / "demonstrations", tokenizer, task.demonstrations(steps * batch_size), batch_size)
     overrides = [
         f"model={work / 'random'}", f"output_dir={work}", "run_name=warmup", f"max_steps={steps}", "trainer.loss=sft",
-        "trainer.use_lora=false", "trainer.dtype=fp32", "trainer.learning_rate=1e-3", "trainer.lr_scheduler_type=linear",
+        "trainer.use_lora=false", "trainer.dtype=fp32", "trainer.learning_rate=1e-3",
+        "trainer.lr_scheduler_type=linear",
         "checkpoint.every=0",
     ]  # fmt: skip
     command = [sys.executable, "trainer.py", config, *overrides, "--replay", str(work / "demonstrations")]

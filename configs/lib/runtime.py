@@ -1,17 +1,17 @@
 """What every role needs and is not the loop: the configuration, errors with exit codes, the way out of a process."""
 
+import argparse
 import difflib
 import errno
-import hashlib
 import json
-import shlex
 import os
-import shutil
+import shlex
 import sys
 import time
 import tomllib
 import traceback
 from collections import namedtuple
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ class RunError(Exception):
 
 
 def run_role(role, main):
-    """main(sys.argv[1:]) with the exit code of what it raises; the first role to fail leaves $ROLEMODEL_EXIT_FILE for launch.sh.
+    """main(sys.argv[1:]) with the exit code of what it raises; the first to fail writes $ROLEMODEL_EXIT_FILE.
 
     torchrun answers 1 whatever its workers exit with, so the code has to travel by a file."""
     try:
@@ -54,11 +54,21 @@ def run_role(role, main):
         os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process
 
 
+def arguments(doc, argv):
+    """config.toml [table.key=value ...] [--replay DIR] -> cfg, the directory or None."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value")
+    parser.add_argument("--replay", type=Path, metavar="DIR", help="trainer: train on saved batches, without a server")
+    args = parser.parse_intermixed_args(argv)
+    return load_config(args.config, args.overrides), args.replay
+
+
 def load_config(path, overrides=()):
     """TOML and `table.key=value` overrides -> frozen tuples: cfg.trainer.loss, cfg.run.model (the top level), ...
 
     configs/defaults.toml is the schema. Raises RunError 2 that names the key and, if unknown, the nearest known one."""
-    schema = tomllib.loads((Path(__file__).parent / "defaults.toml").read_text())
+    schema = tomllib.loads((Path(__file__).parent.parent / "defaults.toml").read_text())
     limits, renamed, values, refused, foreign = (
         schema.pop(table) for table in ("limits", "renamed", "renamed_values", "refused", "prime_rl")
     )
@@ -97,6 +107,8 @@ def load_config(path, overrides=()):
     cfg = SimpleNamespace(**{table: namedtuple(table, keys)(**keys) for table, keys in tables.items()})
     cfg.run = cfg.run._replace(run_name=cfg.run.run_name or Path(path).stem)
     cfg.path = Path(path)
+    # Merging LoRA into 16-bit weights rounds early updates away; in fp32 it is exact, and vLLM samples faster.
+    cfg.sends_adapters = cfg.trainer.use_lora and cfg.trainer.dtype != "fp32"
     check(cfg)
     return cfg
 
@@ -154,11 +166,11 @@ def check(cfg):
         (o.max_concurrent < g, f"orchestrator.max_concurrent = {o.max_concurrent} is below rollouts_per_example = {g}"),
         (
             s.max_tokens >= run.max_seq_len,
-            f"orchestrator.sampling.max_tokens = {s.max_tokens} leaves no room for a prompt in max_seq_len = {run.max_seq_len}",
+            f"orchestrator.sampling.max_tokens = {s.max_tokens} leaves no prompt in max_seq_len = {run.max_seq_len}",
         ),
         (
             o.max_prompt_len >= run.max_seq_len,
-            f"orchestrator.max_prompt_len = {o.max_prompt_len} leaves no room for an answer in max_seq_len = {run.max_seq_len}",
+            f"orchestrator.max_prompt_len = {o.max_prompt_len} leaves no answer in max_seq_len = {run.max_seq_len}",
         ),
         (
             biased and not s.allow_biased_sampling,
@@ -166,10 +178,6 @@ def check(cfg):
             "importance ratio is biased; allow_biased_sampling = true trains all the same",
         ),
         (t.ref_sync_steps and not t.beta, "trainer.ref_sync_steps needs trainer.beta > 0: there is no reference"),
-        (
-            t.ref_sync_steps and t.use_lora and t.ref_sync_alpha < 1,
-            f"trainer.ref_sync_alpha = {t.ref_sync_alpha}: with LoRA the reference can only be copied (1)",
-        ),
         (t.use_lora and not t.lora_target_modules, "trainer.lora_target_modules is empty"),
         (t.lora_dropout == 1, "trainer.lora_dropout = 1.0 drops everything"),
         (run.chat_template and not Path(run.chat_template).is_file(), f"chat_template: no file {run.chat_template!r}"),
@@ -180,6 +188,21 @@ def check(cfg):
             raise RunError(2, message)
 
 
+def start_distributed():
+    """torchrun's variables, or one rank without it -> rank, number of ranks, device."""
+    import torch
+    import torch.distributed as dist
+
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(alone if "RANK" not in os.environ else {})
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=2))
+    return dist.get_rank(), dist.get_world_size(), device
+
+
 def run_directory(cfg, suffix=""):
     path = Path(cfg.run.output_dir) / (cfg.run.run_name + suffix.replace(":", "."))
     for part in ("batches", "checkpoints", "logs"):
@@ -187,55 +210,15 @@ def run_directory(cfg, suffix=""):
     return path
 
 
-def cut_lines(path, keep):
+def cut_lines(path, keep, rank=0):
     """Drops lines of a JSONL file that a resumed run will write again."""
+    if rank:
+        return
     lines = path.read_text().splitlines() if path.exists() else []
     kept = [line for line in lines if line.endswith("}") and keep(json.loads(line))]
     tmp = path.with_suffix(".tmp")
     tmp.write_text("".join(line + "\n" for line in kept))
     os.replace(tmp, path)
-
-
-def latest_checkpoint(run_dir):
-    return max((run_dir / "checkpoints").glob("step_??????"), default=None)
-
-
-def commit_directory(path, files, state):
-    """files: {name: {key: tensor}} -> name.safetensors; state -> state.json; sha256 manifest; one rename commits all."""
-    from safetensors.torch import save_file
-
-    tmp = path.with_name(path.name + ".tmp")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    for name, tensors in files.items():
-        owners = {}  # tied tensors share memory, which safetensors refuses
-        unique = {k: v if owners.setdefault(v.data_ptr(), k) == k else v.clone() for k, v in tensors.items()}
-        save_file({k: v.contiguous() for k, v in unique.items()}, tmp / f"{name}.safetensors")
-    (tmp / "state.json").write_text(json.dumps(state))
-    sums = {file.name: sha256(file) for file in tmp.iterdir()}
-    (tmp / "manifest.json").write_text(json.dumps(sums))
-    for file in (*tmp.iterdir(), tmp):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
-    os.rename(tmp, path)
-
-
-def read_directory(path):
-    """-> files, state as given to commit_directory. Raises RunError 6 for a file that is not as it was written."""
-    from safetensors.torch import load_file
-
-    for name, digest in json.loads((path / "manifest.json").read_text()).items():
-        if not (path / name).is_file() or sha256(path / name) != digest:
-            raise RunError(
-                6, f"{path / name} is damaged (sha256 differs from manifest.json); remove {path} to resume before it"
-            )
-    return {f.stem: load_file(f) for f in path.glob("*.safetensors")}, json.loads((path / "state.json").read_text())
-
-
-def sha256(path):
-    with open(path, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def for_launch(argv):
@@ -258,7 +241,7 @@ def for_launch(argv):
         flag = key.replace("_", "-")
         flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[t.dtype]
-    lora = int(t.use_lora and t.dtype != "fp32")
+    lora = int(cfg.sends_adapters)
     plain = {"MODEL": run.model, "PREPARE": run.prepare, "RUN_DIR": run_dir, "DTYPE": dtype, "MAX_LEN": run.max_seq_len}
     plain |= {"SEED": run.seed, "TEMPLATE": run.chat_template, "INF_GPUS": inf.gpus, "TRAIN_GPUS": t.gpus, "LORA": lora}
     plain |= {"TP": inf.args.get("tensor_parallel_size", 1), "PORT": inf.port, "STEPS": run.max_steps}

@@ -1,0 +1,123 @@
+"""Everything on disk that outlives a process: committed directories, checkpoints, final models, adapters."""
+
+import hashlib
+import json
+import os
+import shutil
+
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as dcp
+from safetensors.torch import load_file, save_file
+
+from configs.lib.runtime import RunError
+
+
+def commit_directory(path, files, state):
+    """files: {name: {key: tensor}} -> name.safetensors; state -> state.json; sha256 of each in manifest.json.
+
+    All is written and synced under another name; one rename makes it exist. A committed directory is never changed."""
+    tmp = path.with_name(path.name + ".tmp")
+    shutil.rmtree(tmp, ignore_errors=True)
+    tmp.mkdir(parents=True)
+    for name, tensors in files.items():
+        owner = {}  # tied tensors share memory, which safetensors refuses
+        tensors = {k: v if owner.setdefault(v.data_ptr(), k) == k else v.clone() for k, v in tensors.items()}
+        save_file({k: v.contiguous() for k, v in tensors.items()}, tmp / f"{name}.safetensors")
+    (tmp / "state.json").write_text(json.dumps(state))
+    (tmp / "manifest.json").write_text(json.dumps({file.name: sha256(file) for file in tmp.iterdir()}))
+    for file in (*tmp.iterdir(), tmp):
+        fd = os.open(file, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    os.rename(tmp, path)
+
+
+def read_directory(path):
+    """-> files, state, as given to commit_directory. Raises RunError 6 for a file that is not as it was written."""
+    for name, digest in json.loads((path / "manifest.json").read_text()).items():
+        if not (path / name).is_file() or sha256(path / name) != digest:
+            raise RunError(6, f"{path / name} is damaged (its sha256 differs); remove {path} to resume before it")
+    return {f.stem: load_file(f) for f in path.glob("*.safetensors")}, json.loads((path / "state.json").read_text())
+
+
+def sha256(path):
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def latest_checkpoint(run_dir):
+    return max((run_dir / "checkpoints").glob("step_??????"), default=None)
+
+
+def identity(cfg):
+    """What must not change between a run and its resumption."""
+    t = cfg.trainer
+    lora = [t.lora_rank, t.lora_alpha, list(t.lora_target_modules)] if t.use_lora else None
+    return {"model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": [cfg.env.id, cfg.env.args]}
+
+
+def options(**more):
+    return dcp.StateDictOptions(full_state_dict=True, ignore_frozen_params=True, **more)
+
+
+def save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank):
+    """Full tensors of the trained parameters, of Adam and of the reference (a list, or None) on rank 0, so that any
+    world size loads them, and the orchestrator's ledger after the last batch. Then the oldest go. Collective."""
+    model, optim = dcp.get_state_dict(policy, optimizer, options=options(cpu_offload=True))
+    frozen = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in ref or ()]
+    if rank == 0:
+        adam = {f"{k}/{kind}": v for k, kinds in optim["state"].items() for kind, v in kinds.items()}
+        files = {"policy": model, "adam": adam, "ref": {str(i): t.cpu() for i, t in enumerate(frozen)}}
+        state = {"step": step, "ledger": info.get("ledger"), "param_groups": optim["param_groups"]}
+        commit_directory(run_dir / "checkpoints" / f"step_{step:06d}", files, state | {"config": identity(cfg)})
+        for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(path, policy, ref, optimizer, cfg, rank):
+    """In place. Rank 0 reads and verifies, the others get their shards from it. Raises RunError 2 where the
+    configuration differs in what the tensors depend on, 6 for damaged files."""
+    files, state = read_directory(path) if rank == 0 else ({}, {})
+    if rank == 0 and state["config"] != identity(cfg):
+        raise RunError(2, f"{path} belongs to another configuration: {state['config']}, now {identity(cfg)}")
+    adam = {}
+    for key, tensor in files.get("adam", {}).items():
+        name, _, kind = key.rpartition("/")
+        adam.setdefault(name, {})[kind] = tensor
+    optim = {"state": adam, "param_groups": state.get("param_groups", [])}
+    how = options(broadcast_from_rank0=dist.get_world_size() > 1, strict=False)
+    if ref:  # through the parameters, which know how to shard
+        load_parameters(policy, ref, files.get("ref", {}), how)
+    dcp.set_state_dict(policy, optimizer, model_state_dict=files.get("policy", {}), optim_state_dict=optim, options=how)
+
+
+def load_parameters(policy, ref, tensors, how):
+    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    values = {name: tensors[str(i)] for i, name in enumerate(trained)} if tensors else {}
+    dcp.set_model_state_dict(policy, values, options=how)
+    for frozen, p in zip(ref, trained.values()):
+        frozen.copy_(p.detach())
+
+
+def write_adapter(path, tensors, cfg, model):
+    """A PEFT adapter directory, which peft and vLLM load. cfg: the [trainer] table as a dict."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "bias": "none"}
+    about |= {"r": cfg["lora_rank"], "lora_alpha": cfg["lora_alpha"], "lora_dropout": cfg["lora_dropout"]}
+    (path / "adapter_config.json").write_text(json.dumps(about | {"target_modules": cfg["lora_target_modules"]}))
+
+
+def write_final(run_dir, tensors, model, cfg):
+    """final/: what transformers (LoRA: peft) and vLLM load. tensors: from trainer.sampler_weights."""
+    import transformers
+
+    final, tmp = run_dir / "final", run_dir / "final.tmp"
+    shutil.rmtree(tmp, ignore_errors=True)
+    if cfg.trainer.use_lora:
+        write_adapter(tmp, tensors, cfg.trainer._asdict(), cfg.run.model)
+    else:
+        model.save_pretrained(tmp, state_dict=tensors)
+    transformers.AutoTokenizer.from_pretrained(cfg.run.model).save_pretrained(tmp)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(tmp, final)

@@ -1,0 +1,98 @@
+"""The numbers of metrics.jsonl and eval.jsonl, and the console's line. null: not measured."""
+
+import json
+import math
+import resource
+import time
+from collections import Counter
+
+import numpy as np
+
+
+def rollout_metrics(groups, samples):
+    """Of one batch. groups: (index, row number, rollouts, reason it was dropped or ""); samples: what is trained on.
+
+    Rewards are over every scored rollout, also of dropped groups: without the flat ones the mean would mislead."""
+    rollouts = [r for _, _, members, _ in groups for r in members]
+    rewards = np.array([r.reward for r in rollouts if r.reward is not None])
+    ages, lens = [s["age"] for s in samples], [sum(sum(s["mask"]) for s in r.samples) for r in rollouts]
+    reasons = Counter(reason.split()[0].rstrip(":") if reason else "kept" for *_, reason in groups)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **{f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 50, 90)},
+        **{f"reward/{name}": value for name, value in function_means(rollouts).items()},
+        "rollout/tokens": float(np.mean(lens)),  # sampled, per rollout
+        "rollout/truncated": float(np.mean([r.truncated for r in rollouts])),  # share
+        "rollout/errors": sum(bool(r.error) for r in rollouts),
+        "rollout/forks": sum(r.forks for r in rollouts),
+        **{f"group/{name}": reasons[name] for name in ("kept", "flat", "failed", "long", "empty")},
+        "staleness/mean": float(np.mean(ages)),  # versions between sampling and training, per sample
+        "staleness/max": max(ages),
+    }
+
+
+def eval_metrics(groups):
+    """Of one evaluation; groups: rollouts per row. A reward of 1 or more passes. ci95: half width, over rows."""
+    rollouts = [r for group in groups for r in group]
+    scored = [rewards for group in groups if (rewards := [r.reward for r in group if r.reward is not None])]
+    means = np.array([np.mean(rewards) for rewards in scored])
+    return {
+        "reward/mean": float(means.mean()),
+        "ci95": float(1.96 * means.std() / math.sqrt(len(means))),
+        "pass@1": float(np.mean([np.mean([x >= 1 for x in rewards]) for rewards in scored])),
+        "pass@k": float(np.mean([max(rewards) >= 1 for rewards in scored])),
+        "k": max(map(len, groups)),
+        "n": len(means),
+        "tokens": float(np.mean([sum(sum(s["mask"]) for s in r.samples) for r in rollouts])),
+        "truncated": float(np.mean([r.truncated for r in rollouts])),
+        "errors": sum(bool(r.error) for r in rollouts),
+        **function_means(rollouts),
+    }
+
+
+def function_means(rollouts):
+    names = sorted({name for r in rollouts for name in r.metrics})
+    return {name: float(np.mean([r.metrics[name] for r in rollouts if name in r.metrics])) for name in names}
+
+
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16
+
+
+def speed(policy, lens, t, seconds, world):
+    """-> perf/*. Model FLOPs: 6 per parameter and token (4 where most are frozen), and causal attention."""
+    import torch
+
+    is_cuda = torch.cuda.is_available()
+    peak = [v for k, v in PEAK_FLOPS.items() if is_cuda and k in torch.cuda.get_device_name()]
+    c, num = policy.model.config.get_text_config(), sum(p.numel() for p in policy.parameters())
+    flops = (4 if t.use_lora else 6) * num * sum(lens) + 6 * c.num_hidden_layers * c.hidden_size * sum(
+        n * n for n in lens
+    )
+    rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return {
+        "perf/tokens_per_s": t.updates_per_batch * sum(lens) / seconds,
+        "perf/mfu": t.updates_per_batch * flops / seconds / peak[0] / world if peak else None,
+        "perf/peak_gib": torch.cuda.max_memory_allocated() / 2**30 if is_cuda else rss,
+    }
+
+
+SHOWN = {
+    "reward": ("reward/mean", "{:.3f}"), "loss": ("loss", "{:+.4f}"), "ent": ("policy/entropy", "{:.3f} nats"),
+    "kl": ("policy/kl_sampler", "{:.1e}"), "grad": ("optim/grad_norm", "{:.2f}"), "age": ("staleness/mean", "{:.1f}"),
+    "wait": ("time/wait_batch_s", "{:.2f} s"), "train": ("time/train_s", "{:.2f} s"),
+    "sync": ("time/sync_s", "{:.2f} s"), "speed": ("perf/tokens_per_s", "{:,.0f} tok/s"),
+    "peak": ("perf/peak_gib", "{:.1f} GiB"),
+}  # fmt: skip
+
+
+def log_step(run_dir, step, last, metrics, started, waited):
+    """Every key into metrics.jsonl, some on the console. step: the batch's number, from 0; it made version step + 1."""
+    metrics = {"step": step, "time": time.time(), "version": step + 1} | metrics
+    metrics |= {"time/step_s": time.perf_counter() - started, "time/wait_batch_s": waited}
+    with open(run_dir / "metrics.jsonl", "a") as f:
+        f.write(json.dumps(metrics) + "\n")
+    parts = [
+        f"{name} {form.format(metrics[key])}" for name, (key, form) in SHOWN.items() if metrics.get(key) is not None
+    ]
+    print(f"step {step + 1:5d}/{last} |", " | ".join(parts), flush=True)
