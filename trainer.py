@@ -156,11 +156,9 @@ def compute_loss(logp_N, old_logp_N, adv_N, mask_N, sample_N, entropy_N, ref_log
         case "icepop":  # -sg(r) A logp for low <= r <= cap, else 0 (2510.18855)
             out_N = (r_N < cfg.icepop_low) | (r_N > cfg.ratio_cap)
             loss_N = -torch.where(out_N, 0, r_N.detach() * adv_N * logp_N)
-        case (
-            "gspo"
-        ):  # s = exp(mean of log r over the sample): -min(s A, clip(s) A), spread over its tokens (2507.18071)
+        case "gspo":  # s = exp(mean of log r over the sample): -min(s A, clip(s) A), over its tokens (2507.18071)
             zero_S = logp_N.new_zeros(int(sample_N.max()) + 1)
-            len_N = zero_S.index_add(0, sample_N, mask_N.float()).clamp(min=1)[sample_N]
+            len_N = zero_S.index_add(0, sample_N, mask_N.to(logp_N)).clamp(min=1)[sample_N]
             s_N = (zero_S.index_add(0, sample_N, log_r_N * mask_N)[sample_N] / len_N).exp()
             out_N = s_N.clamp(low, high) * adv_N < s_N * adv_N
             loss_N = -torch.minimum(s_N * adv_N, s_N.clamp(low, high) * adv_N) / len_N

@@ -1,6 +1,6 @@
 """Attention over packed rows, registered with Transformers as "packed"; trainer.py passes packing = (lens, cu_lens)."""
 
-from collections import Counter
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,8 @@ def packed_attention(module, q_BHTD, k_BHTD, v_BHTD, attention_mask, packing, sc
         rows = (q_THD, k_THD, v_THD, cu_lens, cu_lens, longest, longest)
         return varlen_attn(*rows, scale=scaling, window_size=(left, 0), enable_gqa=gqa)[None], None
     out, start = [], 0
-    for length, num in Counter(lens).items():  # in order of first appearance
+    for length, run in groupby(lens):
+        num = len(list(run))
         part = slice(start, start := start + num * length)
         q, k, v = (x[0, :, part].unflatten(1, (num, length)).transpose(0, 1) for x in (q_BHTD, k_BHTD, v_BHTD))
         mask = None

@@ -1,0 +1,194 @@
+"""Fixtures: tiny models made on the spot, configurations, batches, and one real vLLM per test session."""
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests")]
+os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
+os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+
+import httpx
+import pytest
+import tiny_model
+import torch
+
+from configs.lib.batch import save_batch
+from configs.lib.runtime import load_config, start_distributed
+
+torch.set_num_threads(1)
+BASE = """
+model = "{model}"
+max_seq_len = 64
+[env]
+id = "reverse_text"
+[orchestrator]
+batch_size = 16
+rollouts_per_example = 4
+[orchestrator.sampling]
+max_tokens = 16
+[trainer]
+dtype = "fp32"
+use_lora = false
+learning_rate = 1e-3
+warmup_steps = 0
+gradient_checkpointing = false
+micro_batch_size = 8
+"""
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--all"):
+        keep = [item for item in items if not item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+        items[:] = keep
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """{"untied", "tied"}: directories of random two-layer character models."""
+    root, tokenizer = tmp_path_factory.mktemp("models"), tiny_model.make_tokenizer()
+    for name in ("untied", "tied"):
+        tiny_model.make_model(root / name, tokenizer, layers=2, hidden=64, tied=name == "tied")
+    return {name: root / name for name in ("untied", "tied")}
+
+
+@pytest.fixture
+def make_cfg(tmp_path, models):
+    """make_cfg("trainer.loss=grpo", ..., model=path) -> a checked configuration; its file is tmp_path / "test.toml"."""
+
+    def make(*overrides, model=None):
+        path = tmp_path / "test.toml"
+        path.write_text(BASE.format(model=model or models["untied"]))
+        return load_config(path, [f"output_dir={tmp_path}", *overrides])
+
+    return make
+
+
+@pytest.fixture(scope="session", autouse=True)
+def distributed():
+    start_distributed()
+
+
+def make_samples(num=12, seed=0, vocab=102, longest=24, group=4, logp=None):
+    """Random samples with prompts; old_logp around -log(vocab), where a random model is."""
+    rng, samples = random.Random(seed), []
+    for i in range(num):
+        prompt, answer = rng.randint(1, 6), rng.randint(1, longest - 6)
+        tokens = [rng.randrange(vocab) for _ in range(prompt + answer)]
+        samples.append({
+            "tokens": tokens, "mask": [0] * prompt + [1] * answer,
+            "logp": [0.0] * prompt + [-4.6 + rng.uniform(-0.5, 0.5) for _ in range(answer)],
+            "advantage": rng.uniform(-1, 1), "reward": rng.random(), "group": i // group, "rollout": i % group,
+            "temperature": 1.0, "age": 0, "versions": [0, 0],
+        })  # fmt: skip
+    return samples
+
+
+@pytest.fixture
+def batches(tmp_path):
+    """batches(3) -> a directory of 3 random batch files."""
+
+    def make(num, **kwargs):
+        path = tmp_path / "saved"
+        path.mkdir(exist_ok=True)
+        for n in range(num):
+            info = {"run": "test", "step": n, "rollouts": 12, "max_tokens": 16, "max_staleness": 1, "advantage": "mean"}
+            save_batch(path / f"step_{n:06d}.safetensors", make_samples(seed=n, **kwargs), info)
+        return path
+
+    return make
+
+
+def run_trainer(toml, *args, ranks=1, timeout=120, check=True):
+    """trainer.py in its own process or torchrun -> CompletedProcess."""
+    port = free_port()
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    command = [*(launch if ranks > 1 else [sys.executable]), str(ROOT / "trainer.py"), str(toml), *map(str, args)]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def lines(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def launch(toml, *overrides, timeout=300, check=True, **env):
+    """bash launch.sh with the fake server -> CompletedProcess."""
+    env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"} | env
+    env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides, f"inference.port={free_port()}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+class VLLM:
+    """A real vLLM server. Stops only what it started."""
+
+    def __init__(self, model, log, *flags, max_len=256, dtype="float32"):
+        self.port, self.name, self.log = free_port(), "real", log
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+            str(model),
+            "--host",
+            "127.0.0.1",
+        ]
+        command += ["--port", str(self.port), "--served-model-name", self.name, "--dtype", dtype, "--enforce-eager"]
+        command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs", *flags]
+        command += ["--worker-extension-cls", "configs.lib.broadcast.WeightReceiver"]
+        env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
+        with open(log, "w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True)
+
+    def wait(self, timeout_s=240):
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                pass
+            assert self.process.poll() is None and time.monotonic() < deadline, Path(self.log).read_text()[-3000:]
+            time.sleep(0.3)
+
+    def stop(self):
+        os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(20)
+        finally:
+            try:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+@pytest.fixture(scope="session")
+def vllm(models, tmp_path_factory):
+    server = VLLM(models["untied"], tmp_path_factory.mktemp("vllm") / "log")
+    yield server.wait()
+    server.stop()

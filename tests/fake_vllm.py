@@ -1,0 +1,169 @@
+"""A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model in fp32, true logprobs, and
+a WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights, so runs repeat exactly.
+
+Environment: FAKE_GENERATE_S  seconds that every generation request takes
+             FAKE_SLOW        "K:S": every K-th request takes S seconds more
+             FAKE_FAULTS      JSON, {"generate 3": "500", "generate 5": "hang", "generate 7": "logprobs", "sync 2": "raise"}
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+import threading
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch
+from aiohttp import web
+
+from configs.lib.broadcast import WeightReceiver
+
+FAULTS = json.loads(os.environ.get("FAKE_FAULTS", "{}"))
+
+
+class Runner:
+    """What WeightReceiver expects of vLLM's model runner."""
+
+    def __init__(self, path, dtype):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+        self.tokenizer, self.model, self.num_syncs = AutoTokenizer.from_pretrained(path), SimpleNamespace(), 0
+
+    @torch.no_grad()
+    def reload_weights(self, weights_iterator):
+        self.num_syncs += 1
+        if FAULTS.get(f"sync {self.num_syncs}") == "raise":
+            next(iter(weights_iterator))
+            raise RuntimeError("fault asked for: sync raises after its first tensor")
+        params = dict(self.network.named_parameters())
+        for name, tensor in weights_iterator:
+            params[name].copy_(tensor)
+
+    @torch.no_grad()
+    def sample(self, ids, n, max_tokens, temperature):
+        """-> n lists of (token, logprob), ended by the end-of-sequence token if it comes."""
+        seed = torch.Generator().manual_seed(zlib.crc32(str((ids, self.num_syncs)).encode()))
+        rows, logps = torch.tensor([ids] * n), []
+        for _ in range(max_tokens):
+            log_p = (self.network(rows).logits[:, -1].float() / temperature).log_softmax(-1)
+            token = torch.multinomial(log_p.exp(), 1, generator=seed)
+            rows, logps = torch.cat([rows, token], 1), [*logps, log_p.gather(1, token)]
+            if (rows[:, len(ids) :] == self.tokenizer.eos_token_id).any(1).all():
+                break
+        out = []
+        for tokens, row in zip(rows[:, len(ids) :].tolist(), torch.cat(logps, 1).tolist()):
+            end = (
+                tokens.index(self.tokenizer.eos_token_id) + 1 if self.tokenizer.eos_token_id in tokens else len(tokens)
+            )
+            out.append((tokens[:end], row[:end]))
+        return out
+
+    @torch.no_grad()
+    def score(self, ids):
+        log_p = self.network(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        return [None, *({str(t): {"logprob": log_p[i, t].item()}} for i, t in enumerate(ids[1:]))]
+
+
+class Server(WeightReceiver):
+    def __init__(self, args):
+        dtype = getattr(torch, args.dtype)
+        self.args, self.rank, self.device, self.model_runner = args, 0, torch.device("cpu"), Runner(args.model, dtype)
+        lora = object() if args.enable_lora else None
+        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
+        self.lock, self.running, self.num_requests, self.most, self.now = threading.Lock(), asyncio.Event(), 0, 0, 0
+        self.running.set()
+
+    async def models(self, request):
+        return web.json_response(
+            {"data": [{"id": self.args.served_model_name, "max_model_len": self.args.max_model_len}]}
+        )
+
+    async def health(self, request):
+        return web.json_response(
+            {"requests": self.num_requests, "most": self.most, "paused": not self.running.is_set()}
+        )
+
+    async def pause(self, request):
+        self.running.clear()
+        return web.json_response({})
+
+    async def resume(self, request):
+        self.running.set()
+        return web.json_response({})
+
+    async def rpc(self, request):
+        body = await request.json()
+        result = await asyncio.to_thread(getattr(self, body["method"]), *body["args"])
+        return web.json_response({"results": [result]})
+
+    async def generate(self, request):
+        body, is_chat = await request.json(), request.path.endswith("/chat/completions")
+        if "prompt_logprobs" in body:
+            return web.json_response({"choices": [
+                {"index": i, "prompt_logprobs": self.model_runner.score(ids)} for i, ids in enumerate(body["prompt"])
+            ]})  # fmt: skip
+        self.num_requests += 1
+        self.now += 1
+        self.most = max(self.most, self.now)
+        fault = FAULTS.get(f"generate {self.num_requests}")
+        if fault == "500":
+            return web.json_response({"error": "fault asked for"}, status=500)
+        every, _, seconds = os.environ.get("FAKE_SLOW", "0:0").partition(":")
+        slow = float(seconds) if int(every) and self.num_requests % int(every) == 0 else 0
+        await asyncio.sleep(3600 if fault == "hang" else float(os.environ.get("FAKE_GENERATE_S", 0)) + slow)
+        await self.running.wait()
+        tokenizer = self.model_runner.tokenizer
+        if is_chat:
+            more = body.get("chat_template_kwargs") or {}
+            ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False, **more)
+        else:
+            ids = tokenizer.encode(body["prompt"])
+        if len(ids) + body["max_tokens"] > self.args.max_model_len:
+            return web.json_response({"error": f"{len(ids)} + {body['max_tokens']} tokens are too many"}, status=400)
+        with self.lock:
+            outs = await asyncio.to_thread(
+                self.model_runner.sample, ids, body["n"], body["max_tokens"], body["temperature"]
+            )
+        choices = []
+        for i, (tokens, logps) in enumerate(outs):
+            text = tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id])
+            done = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
+            if fault == "logprobs":
+                logps = logps[:-1]
+            choice = {"index": i, "finish_reason": done, "token_ids": tokens}
+            if is_chat:
+                choice |= {"message": {"role": "assistant", "content": text}}
+                choice |= {"logprobs": {"content": [{"logprob": x} for x in logps]}}
+            else:
+                choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
+            choices.append(choice)
+        self.now -= 1
+        return web.json_response({"choices": choices, "prompt_token_ids": ids})
+
+
+def main():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("--model", "--served-model-name", "--dtype"):
+        parser.add_argument(name, required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--enable-lora", action="store_true")
+    args, _ = parser.parse_known_args()
+    torch.set_num_threads(1)
+    server = Server(args)
+    app = web.Application()
+    app.add_routes([
+        web.get("/v1/models", server.models), web.get("/health", server.health), web.post("/pause", server.pause),
+        web.post("/resume", server.resume), web.post("/collective_rpc", server.rpc),
+        web.post("/v1/chat/completions", server.generate), web.post("/v1/completions", server.generate),
+    ])  # fmt: skip
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None)
+
+
+if __name__ == "__main__":
+    main()
