@@ -37,6 +37,7 @@ def exact(completion, answer):
     return float(completion[-1]["content"] == answer)
 
 
-def load_environment(num_train=8192, num_eval=256):
+def load_environment(num_train=8192, num_eval=256, system_prompt=""):
+    """system_prompt: for models that were not warmed up on the bare word."""
     rubric = Rubric([similarity, exact], [0.5, 0.5])
-    return SingleTurnEnv(rows("train", num_train), rows("eval", num_eval), rubric=rubric)
+    return SingleTurnEnv(rows("train", num_train), rows("eval", num_eval), system_prompt=system_prompt, rubric=rubric)

@@ -73,8 +73,9 @@ def load_config(path, overrides=()):
         schema.pop(table) for table in ("limits", "renamed", "renamed_values", "refused", "prime_rl")
     )
     defaults = flatten(schema)
+    open_tables = {key for key, value in defaults.items() if type(value) is dict}
     try:
-        given = flatten(tomllib.loads(Path(path).read_text()), defaults)
+        given = flatten(tomllib.loads(Path(path).read_text()), open_tables)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise RunError(2, f"{path}: {e}") from None
     for item in overrides:
@@ -82,7 +83,7 @@ def load_config(path, overrides=()):
         if not equals:
             raise RunError(2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
         try:
-            given |= flatten(tomllib.loads(f"{key} = {text}"), defaults)
+            given |= flatten(tomllib.loads(f"{key} = {text}"), open_tables)
         except tomllib.TOMLDecodeError:
             given[key] = text  # a bare word is a string
     hits = [k for k in flatten(foreign) if any(f"{g}.".startswith(f"{k}.") for g in given)]

@@ -1,0 +1,301 @@
+"""The configuration: the documents' TOMLs move over, every key is read somewhere, nothing wrong starts."""
+
+import re
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+from conftest import BASE, ROOT, launch
+
+from configs.lib.runtime import RunError, load_config
+
+VF_RL = """
+model = "Qwen/Qwen3-4B-Instruct-2507"
+
+[env]
+id = "primeintellect/wiki-search"
+
+[env.args]
+max_turns = 10
+
+[inference]
+gpus = 1
+
+[inference.args]
+enable_auto_tool_choice = true
+tool_call_parser = "hermes"
+
+[trainer]
+gpus = 1
+
+[trainer.args]
+run_name = "wiki-search"
+micro_batch_size = 4
+rollouts_per_example = 16
+batch_size = 1024
+max_steps = 500
+max_tokens = 512
+max_seq_len = 4096
+"""
+
+
+def load(tmp_path, text, *overrides):
+    path = tmp_path / "some.toml"
+    path.write_text(text)
+    return load_config(path, overrides)
+
+
+def test_the_documents_vf_rl_file(tmp_path):
+    cfg = load(tmp_path, VF_RL)
+    assert cfg.run.model == "Qwen/Qwen3-4B-Instruct-2507" and cfg.run.run_name == "wiki-search"
+    assert cfg.env.id == "primeintellect/wiki-search" and cfg.env.args == {"max_turns": 10}
+    assert cfg.inference.gpus == 1 and cfg.trainer.gpus == 1
+    assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    assert cfg.trainer.micro_batch_size == 4 and cfg.orchestrator.rollouts_per_example == 16
+    assert cfg.orchestrator.batch_size == 1024 and cfg.run.max_steps == 500
+    assert cfg.sampling.max_tokens == 512 and cfg.run.max_seq_len == 4096
+    assert (
+        cfg.trainer.use_lora and cfg.trainer.loss == "cispo" and cfg.orchestrator.max_staleness == 1
+    )  # vf-rl's recipe
+
+
+# Every [trainer.args] name of documents 002 and 003 and every GRPOTrainer name of 000 and 001: what it becomes, or None
+# where it is refused with what to write instead.
+OLD_NAMES = {
+    'run_name = "x"': ("run", "run_name", "x"),
+    "micro_batch_size = 2": ("trainer", "micro_batch_size", 2),
+    "rollouts_per_example = 32": ("orchestrator", "rollouts_per_example", 32),
+    "num_generations = 32": ("orchestrator", "rollouts_per_example", 32),
+    "batch_size = 64": ("orchestrator", "batch_size", 64),
+    "max_steps = 7": ("run", "max_steps", 7),
+    "max_tokens = 9": ("sampling", "max_tokens", 9),
+    "max_completion_length = 9": ("sampling", "max_tokens", 9),
+    "max_seq_len = 5000": ("run", "max_seq_len", 5000),
+    "max_prompt_len = 77": ("orchestrator", "max_prompt_len", 77),
+    "max_prompt_length = 77": ("orchestrator", "max_prompt_len", 77),
+    "temperature = 0.8": ("sampling", "temperature", 0.8),
+    "top_p = 1.0": ("sampling", "top_p", 1.0),
+    "top_k = 0": ("sampling", "top_k", 0),
+    "min_p = 0.0": ("sampling", "min_p", 0.0),
+    "repetition_penalty = 1.0": ("sampling", "repetition_penalty", 1.0),
+    "learning_rate = 1e-6": ("trainer", "learning_rate", 1e-6),
+    'lr_scheduler_type = "constant_with_warmup"': ("trainer", "lr_scheduler_type", "constant_with_warmup"),
+    "warmup_steps = 20": ("trainer", "warmup_steps", 20),
+    "max_grad_norm = 0.01": ("trainer", "max_grad_norm", 0.01),
+    "bf16 = true": ("trainer", "dtype", "bf16"),
+    "bf16 = false": ("trainer", "dtype", "fp32"),
+    "fp16 = true": ("trainer", "dtype", "fp16"),
+    "gradient_checkpointing = false": ("trainer", "gradient_checkpointing", False),
+    "generation_timeout = 300": ("orchestrator", "generation_timeout", 300.0),
+    "async_generation_timeout = 300.0": ("orchestrator", "generation_timeout", 300.0),
+    "max_concurrent = 99": ("orchestrator", "max_concurrent", 99),
+    'eval_strategy = "steps"': ("eval", "every", 0),
+    'eval_strategy = "no"': ("eval", "every", 0),
+    "eval_steps = 100": ("eval", "every", 100),
+    'save_strategy = "steps"': ("checkpoint", "every", 50),
+    "save_steps = 500": ("checkpoint", "every", 500),
+    "use_lora = false": ("trainer", "use_lora", False),
+    "lora_rank = 4": ("trainer", "lora_rank", 4),
+    "lora_alpha = 8": ("trainer", "lora_alpha", 8.0),
+    "lora_dropout = 0.1": ("trainer", "lora_dropout", 0.1),
+    'lora_target_modules = ["q_proj"]': ("trainer", "lora_target_modules", ["q_proj"]),
+    "num_iterations = 2": ("trainer", "updates_per_batch", 2),
+    "beta = 0.001": ("trainer", "beta", 0.001),
+    "sync_ref_model = false": ("trainer", "ref_sync_steps", 0),
+    "sync_ref_model = true\nbeta = 0.1": ("trainer", "beta", 0.1),
+    "ref_model_sync_steps = 100\nbeta = 0.1": ("trainer", "ref_sync_steps", 100),
+    "ref_model_mixup_alpha = 0.25": ("trainer", "ref_sync_alpha", 0.25),
+    'loss_type = "dr_grpo"': ("trainer", "loss", "dr_grpo"),
+    "epsilon = 0.1": ("trainer", "epsilon", 0.1),
+    "delta = 4.0": ("trainer", "delta", 4.0),
+    "num_batches_ahead = 0": ("orchestrator", "max_staleness", 0),
+    "mask_truncated_completions = true": ("orchestrator", "mask_truncated_completions", True),
+    "zero_truncated_completions = true": ("orchestrator", "zero_truncated_completions", True),
+    "logging_steps = 1": ("run", "max_steps", 100),
+    'report_to = "none"': ("run", "max_steps", 100),
+    "per_device_train_batch_size = 8": None,
+    "gradient_accumulation_steps = 4": None,
+    "per_device_eval_batch_size = 16": None,
+    "generation_batch_size = 16": None,
+    "ds3_gather_for_generation = false": None,
+    "log_completions = true": None,
+    "num_completions_to_print = 5": None,
+    "logging_steps = 10": None,
+    'report_to = "wandb"': None,
+}
+
+
+@pytest.mark.parametrize("line", OLD_NAMES)
+def test_old_names_are_accepted_or_refused_with_the_new_one(line, tmp_path):
+    text = f'model = "m"\n[env]\nid = "e"\n[trainer.args]\n{line}\n'
+    if OLD_NAMES[line]:
+        table, name, value = OLD_NAMES[line]
+        assert getattr(getattr(load(tmp_path, text), table), name) == value
+    else:
+        with pytest.raises(RunError) as e:
+            load(tmp_path, text)
+        assert e.value.code == 2 and f"trainer.args.{line.split()[0]}" in str(e.value) and len(str(e.value)) > 50
+
+
+def test_documents_names_are_all_covered():
+    """The names above are those that the documents use; a new one in the schema's [renamed] is tested here too."""
+    schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
+    tested = {line.split()[0] for line in OLD_NAMES}
+    assert set(schema["refused"]) - tested <= {
+        "num_epochs", "num_train_epochs", "gae_lambda", "scale_rewards", "shuffle_dataset", "vllm_server_host",
+        "vllm_server_port", "use_liger_kernel",
+    }  # fmt: skip
+    flat = {name for table in schema.values() if isinstance(table, dict) for name in table}
+    for old, new in schema["renamed"].items():
+        assert new.rpartition(".")[2] in flat | set(schema), (old, new)
+
+
+PRIME_RL = """
+inference_gpu_ids = [0]
+trainer_gpu_ids = [1]
+max_steps = 500
+[model]
+name = "Qwen/Qwen3-4B-Instruct-2507"
+[trainer.optim]
+lr = 1e-5
+[trainer.model.experimental.lora]
+rank = 8
+[orchestrator]
+batch_size = 512
+seq_len = 4096
+[[orchestrator.env]]
+id = "primeintellect/wiki-search"
+"""
+
+
+def test_prime_rl_files_are_refused_key_by_key(tmp_path):
+    with pytest.raises(RunError, match="prime-rl") as e:
+        load(tmp_path, PRIME_RL)
+    for old, new in {"model.name": "model", "trainer.optim": "trainer.learning_rate", "orchestrator.seq_len": "max_seq_len",
+                     "orchestrator.env": "env.id", "inference_gpu_ids": "inference.gpus", "trainer.model": "lora_rank"}.items():  # fmt: skip
+        assert re.search(rf"^  {re.escape(old)} -> .*{re.escape(new)}", str(e.value), re.M), old
+    assert e.value.code == 2
+
+
+MUTANTS = {  # override -> what the error must name
+    "trainer.lora_rnk=4": "'trainer.lora_rnk'.*'trainer.lora_rank'",
+    "trainer.max_step=4": "'trainer.max_step'.*'max_steps'",
+    "orchestrator.batchsize=4": "'orchestrator.batchsize'.*'orchestrator.batch_size'",
+    "modle=x": "'modle'.*'model'",
+    "evl.every=3": "'evl.every'.*'.*every'",
+    "trainer.args.lerning_rate=1": "'trainer.lerning_rate'.*'trainer.learning_rate'",
+    "orchestrator.sampling.temprature=1": "'orchestrator.sampling.temprature'.*temperature'",
+    "trainer.learning_rate=fast": "'trainer.learning_rate'.*must be float",
+    "trainer.learning_rate=true": "'trainer.learning_rate'.*must be float",
+    "trainer.learning_rate=0": "'trainer.learning_rate'.*above 0",
+    "trainer.learning_rate=-1e-5": "'trainer.learning_rate'.*at least 0",
+    "trainer.learning_rate=nan": "'trainer.learning_rate'",
+    "trainer.learning_rate=inf": "'trainer.learning_rate'",
+    "trainer.lora_rank=8.5": "'trainer.lora_rank'.*must be int",
+    "trainer.lora_rank=0": "'trainer.lora_rank'.*above 0",
+    "trainer.use_lora=1": "'trainer.use_lora'.*must be bool",
+    "trainer.lora_dropout=1.5": "'trainer.lora_dropout'.*at most 1",
+    "trainer.lora_target_modules=q_proj": "'trainer.lora_target_modules'.*must be list",
+    "trainer.lora_target_modules=[1]": "'trainer.lora_target_modules'.*strings",
+    "trainer.dtype=float64": "'trainer.dtype'.*bf16",
+    "trainer.loss=ppo": "'trainer.loss'.*cispo",
+    "trainer.advantage=gae": "'trainer.advantage'.*leave_one_out",
+    "trainer.lr_scheduler_type=cosin": "'trainer.lr_scheduler_type'.*cosine",
+    "trainer.warmup_ratio=2": "'trainer.warmup_ratio'.*at most 1",
+    "trainer.gpus=0": "'trainer.gpus'.*above 0",
+    "trainer.ref_sync_steps=5": "trainer.ref_sync_steps.*trainer.beta",
+    "trainer.sync_host=10.0.0.1": "sync_host.*inference.allow_remote",
+    "max_steps=0": "'max_steps'.*above 0",
+    "max_seq_len=16": "max_tokens = 16.*max_seq_len = 16",
+    "seed=-1": "'seed'.*at least 0",
+    "model=3": "'model'.*must be str",
+    "model=": "'model'.*must be given",
+    "run_name=a/b": "run_name = 'a/b'",
+    "chat_template=/nowhere.jinja": "chat_template.*nowhere",
+    "env.id=": "'env.id'.*must be given",
+    "env.args=3": "'env.args'.*must be dict",
+    "orchestrator.rollouts_per_example=1": "orchestrator.rollouts_per_example = 1",
+    "orchestrator.batch_size=18": "orchestrator.batch_size = 18.*rollouts_per_example = 4",
+    "orchestrator.max_concurrent=3": "orchestrator.max_concurrent = 3.*rollouts_per_example = 4",
+    "orchestrator.max_prompt_len=64": "max_prompt_len = 64.*max_seq_len = 64",
+    "orchestrator.sampling.top_p=0.9": "top_p.*allow_biased_sampling",
+    "orchestrator.sampling.top_p=1.9": "'orchestrator.sampling.top_p'.*at most 1",
+    "orchestrator.sampling.temperature=0": "'orchestrator.sampling.temperature'.*above 0",
+    "inference.args.port=9": "inference.args.*port",
+    "inference.args.data_parallel_size=2": "inference.args.*data_parallel_size",
+    "inference.args.tensor_parallel_size=2": "inference.gpus = 1.*tensor_parallel_size = 2",
+    'inference.urls=["http://10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
+    "checkpoint.keep=0": "'checkpoint.keep'.*above 0",
+    "trainer": "'trainer'.*key=value",
+}
+
+
+@pytest.mark.parametrize("override", MUTANTS)
+def test_mutated_configurations_are_refused_by_key(override, tmp_path):
+    with pytest.raises(RunError) as e:
+        load(tmp_path, BASE.format(model="m"), override)
+    assert e.value.code == 2 and re.search(MUTANTS[override], str(e.value)), str(e.value)
+
+
+@pytest.mark.parametrize("override", ["trainer.lora_rnk=4", "trainer.loss=ppo", "orchestrator.batch_size=18"])
+def test_launch_refuses_within_seconds(override, tmp_path):
+    (tmp_path / "some.toml").write_text(BASE.format(model="m"))
+    started = time.monotonic()
+    done = launch(tmp_path / "some.toml", override, f"output_dir={tmp_path}/out", check=False)
+    seconds = time.monotonic() - started
+    assert done.returncode == 2 and override.split("=")[0].split(".")[-1] in done.stderr.splitlines()[-1]
+    assert seconds < 6 and not (tmp_path / "out").exists()
+
+
+def test_no_file_and_no_toml(tmp_path):
+    for text in (None, "model = ", "\xff"):
+        if text:
+            (tmp_path / "some.toml").write_bytes(text.encode("latin-1"))
+        with pytest.raises(RunError, match="some.toml") as e:
+            load_config(tmp_path / "some.toml")
+        assert e.value.code == 2
+
+
+def test_every_key_is_read_somewhere():
+    """A key that nothing reads is a promise that nothing keeps."""
+    schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
+    code = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *(ROOT / "configs" / "lib").glob("*.py")])
+    top = [k for k, v in schema.items() if not isinstance(v, dict)]
+    nested = [k for t in ("env", "inference", "orchestrator", "eval", "trainer", "checkpoint") for k in schema[t]]
+    for key in {*top, *nested, *schema["orchestrator"]["sampling"]} - {"sampling"}:
+        assert re.search(rf"\.{key}\b|\[\"{key}\"\]|\"{key}\"", code), f"{key} is in defaults.toml and never read"
+
+
+def test_every_shipped_configuration_loads():
+    files = [p for p in (ROOT / "configs").glob("*.toml") if p.name != "defaults.toml"]
+    assert len(files) >= 2
+    for path in files:
+        load_config(path)
+
+
+def test_resolved_configuration_says_the_same(tmp_path):
+    (tmp_path / "some.toml").write_text(VF_RL)
+    command = [
+        "bash",
+        "-c",
+        f"python3 {ROOT}/configs/lib/runtime.py {tmp_path}/some.toml output_dir={tmp_path} trainer.beta=0.5",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": str(path_of_python())}
+    )
+    assert done.returncode == 0, done.stderr
+    again, first = load_config(tmp_path / "wiki-search" / "config.toml"), load(tmp_path, VF_RL)
+    assert (
+        again.trainer == first.trainer._replace(beta=0.5)
+        and again.env == first.env
+        and again.sampling == first.sampling
+    )
+    assert again.inference == first.inference and again.orchestrator == first.orchestrator
+
+
+def path_of_python():
+    import sys
+
+    return f"{Path(sys.executable).parent}:/usr/bin:/bin"
