@@ -93,8 +93,6 @@ async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
     r = Rollout(env.start(row))
 
     async def generate(prompt):
-        if r.truncated:
-            raise Truncated
         shared = not r.versions and prompt == r.state["prompt"]
         choice = (await first)[i] if shared else (await sample(client, prompt, 1, server, **sampling))[0]
         message, prompt_ids, ids, logps, finish_reason, versions = choice
@@ -102,7 +100,7 @@ async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
             raise ValueError(f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
         r.forks += extend_or_fork(r.samples, prompt_ids, ids, logps, r.state["turn"])
         r.versions += versions
-        r.truncated = finish_reason == "length"
+        r.truncated |= finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
         return message
 
     try:

@@ -132,7 +132,7 @@ def free_port():
         return s.getsockname()[1]
 
 
-def launch(toml, *overrides, timeout=300, check=True, **env):
+def launch(toml, *overrides, timeout=90, check=True, **env):
     """bash launch.sh with the fake server -> CompletedProcess."""
     env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"} | env
     env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import sys
-import threading
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,7 +74,7 @@ class Server(WeightReceiver):
         self.args, self.rank, self.device, self.model_runner = args, 0, torch.device("cpu"), Runner(args.model, dtype)
         lora = object() if args.enable_lora else None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
-        self.lock, self.running, self.num_requests, self.most, self.now = threading.Lock(), asyncio.Event(), 0, 0, 0
+        self.lock, self.running, self.num_requests, self.most, self.now = asyncio.Lock(), asyncio.Event(), 0, 0, 0
         self.running.set()
 
     async def models(self, request):
@@ -125,7 +124,7 @@ class Server(WeightReceiver):
             ids = tokenizer.encode(body["prompt"])
         if len(ids) + body["max_tokens"] > self.args.max_model_len:
             return web.json_response({"error": f"{len(ids)} + {body['max_tokens']} tokens are too many"}, status=400)
-        with self.lock:
+        async with self.lock:
             outs = await asyncio.to_thread(
                 self.model_runner.sample, ids, body["n"], body["max_tokens"], body["temperature"]
             )

@@ -1,0 +1,59 @@
+"""Environments for tests: turns whose template keeps, or drops, earlier thoughts; reward functions that misbehave."""
+
+import random
+import time
+
+from env import MultiTurnEnv, Rubric, SingleTurnEnv
+
+KEEPS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# as Qwen3 and DeepSeek-R1 do: of earlier assistant messages only the last half is kept (a random model has no </think>)
+DROPS = KEEPS.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{{ m.content[(m.content|length + 1) // 2:] }}{% else %}{{ m.content }}{% endif %}",
+)
+
+
+class Turns(MultiTurnEnv):
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": f"turn {state['turn']}"}]
+
+
+def letters(completion):
+    """Equal for two random answers one time in five."""
+    return sum(map(ord, completion[-1]["content"])) % 5
+
+
+def misbehaves(completion, state):
+    """By the number of its call: raises, returns no number, sleeps too long, or is fine."""
+    state["task"]["calls"] = calls = state["task"].get("calls", 0) + 1
+    if calls % 4 == 1:
+        raise RuntimeError("user code fails")
+    if calls % 4 == 2:
+        return [None, float("nan"), "1", float("inf")][calls // 4 % 4]
+    if state["info"].get("sleeps"):
+        time.sleep(30)
+    return float(calls)
+
+
+def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37, **info):
+    rows = [{"question": f"{prompt} {i}", "answer": str(i), "info": info} for i in range(num_rows)]
+    if kind == "turns":
+        return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
+    if kind == "text":
+        rows = [{"prompt": f"{prompt} {i}"} for i in range(num_rows)]
+        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([lambda completion: float(len(completion[0]))]))
+    if kind == "noise":  # never flat; grows with the index so that order shows
+        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([lambda answer: float(answer) + random.random()]))
+    function = {"misbehaves": misbehaves, "constant": constant, "raises": raises}[kind]
+    return SingleTurnEnv(rows, rows[:3] if kind != "constant" else None, rubric=Rubric([function]))
+
+
+def constant():
+    return 1.0
+
+
+def raises():
+    raise ValueError("never scores")
