@@ -142,10 +142,59 @@ def launch(toml, *overrides, timeout=90, check=True, **env):
     return done
 
 
+def start(command, log, **env):
+    """In a process group of its own -> Popen."""
+    with open(log, "w") as out:
+        return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env, cwd=ROOT, start_new_session=True)
+
+
+def wait_for(url, process, log, timeout_s=240):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if httpx.get(f"{url}/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert process.poll() is None and time.monotonic() < deadline, Path(log).read_text()[-3000:]
+        time.sleep(0.2)
+
+
+def stop(process):
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(20)
+    finally:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+@pytest.fixture(scope="session")
+def fake_servers(models, tmp_path_factory):
+    """fake_servers(template) -> url of a fake server with that chat template; one process for each."""
+    found, folder = {}, tmp_path_factory.mktemp("fake")
+
+    def get(template=""):
+        if template not in found:
+            port, log = free_port(), folder / str(len(found))
+            command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
+            command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
+            process = start([*command, *(["--chat-template", template] if template else [])], log)
+            found[template] = f"http://127.0.0.1:{port}", process
+            wait_for(f"http://127.0.0.1:{port}", process, log)
+        return found[template][0]
+
+    yield get
+    for _, process in found.values():
+        stop(process)
+
+
 class VLLM:
     """A real vLLM server. Stops only what it started."""
 
-    def __init__(self, model, log, *flags, max_len=256, dtype="float32"):
+    def __init__(self, model, log, *flags, max_len=256, dtype="float32", receiver="receivers.StaleHead"):
         self.port, self.name, self.log = free_port(), "real", log
         self.url = f"http://127.0.0.1:{self.port}"
         command = [
@@ -159,36 +208,11 @@ class VLLM:
         ]
         command += ["--port", str(self.port), "--served-model-name", self.name, "--dtype", dtype, "--enforce-eager"]
         command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs", *flags]
-        command += ["--worker-extension-cls", "configs.lib.broadcast.WeightReceiver"]
-        env = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+        command += ["--worker-extension-cls", receiver]
+        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
-        with open(log, "w") as out:
-            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, cwd=ROOT, start_new_session=True)
+        self.process = start(command, log, **env)
 
-    def wait(self, timeout_s=240):
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                if httpx.get(f"{self.url}/health").status_code == 200:
-                    return self
-            except httpx.TransportError:
-                pass
-            assert self.process.poll() is None and time.monotonic() < deadline, Path(self.log).read_text()[-3000:]
-            time.sleep(0.3)
-
-    def stop(self):
-        os.killpg(self.process.pid, signal.SIGTERM)
-        try:
-            self.process.wait(20)
-        finally:
-            try:
-                os.killpg(self.process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-
-
-@pytest.fixture(scope="session")
-def vllm(models, tmp_path_factory):
-    server = VLLM(models["untied"], tmp_path_factory.mktemp("vllm") / "log")
-    yield server.wait()
-    server.stop()
+    def wait(self):
+        wait_for(self.url, self.process, self.log)
+        return self

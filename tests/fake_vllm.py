@@ -1,9 +1,11 @@
-"""A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model in fp32, true logprobs, and
-a WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights, so runs repeat exactly.
+"""A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model, true logprobs, and a
+WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights, so runs repeat exactly.
 
-Environment: FAKE_GENERATE_S  seconds that every generation request takes
-             FAKE_SLOW        "K:S": every K-th request takes S seconds more
-             FAKE_FAULTS      JSON, {"generate 3": "500", "generate 5": "hang", "generate 7": "logprobs", "sync 2": "raise"}
+FAKE in the environment, or a POST to /fake, holds JSON:
+    {"generate_s": 1.0,              seconds that every generation request takes
+     "slow": [50, 10.0],             every 50th takes 10 s more
+     "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing
+     "sync 2": "raise"}              the second broadcast fails after its first tensor
 """
 
 import argparse
@@ -21,22 +23,24 @@ from aiohttp import web
 
 from configs.lib.broadcast import WeightReceiver
 
-FAULTS = json.loads(os.environ.get("FAKE_FAULTS", "{}"))
+FAKE = json.loads(os.environ.get("FAKE", "{}"))
 
 
 class Runner:
     """What WeightReceiver expects of vLLM's model runner."""
 
-    def __init__(self, path, dtype):
+    def __init__(self, path, dtype, template):
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self.tokenizer, self.model, self.num_syncs = AutoTokenizer.from_pretrained(path), SimpleNamespace(), 0
+        if template:
+            self.tokenizer.chat_template = Path(template).read_text()
 
     @torch.no_grad()
     def reload_weights(self, weights_iterator):
         self.num_syncs += 1
-        if FAULTS.get(f"sync {self.num_syncs}") == "raise":
+        if FAKE.get(f"sync {self.num_syncs}") == "raise":
             next(iter(weights_iterator))
             raise RuntimeError("fault asked for: sync raises after its first tensor")
         params = dict(self.network.named_parameters())
@@ -46,7 +50,8 @@ class Runner:
     @torch.no_grad()
     def sample(self, ids, n, max_tokens, temperature):
         """-> n lists of (token, logprob), ended by the end-of-sequence token if it comes."""
-        seed = torch.Generator().manual_seed(zlib.crc32(str((ids, self.num_syncs)).encode()))
+        weights = next(self.network.parameters()).detach().view(torch.uint8).numpy().tobytes()
+        seed = torch.Generator().manual_seed(zlib.crc32(str(ids).encode() + weights))
         rows, logps = torch.tensor([ids] * n), []
         for _ in range(max_tokens):
             log_p = (self.network(rows).logits[:, -1].float() / temperature).log_softmax(-1)
@@ -71,7 +76,12 @@ class Runner:
 class Server(WeightReceiver):
     def __init__(self, args):
         dtype = getattr(torch, args.dtype)
-        self.args, self.rank, self.device, self.model_runner = args, 0, torch.device("cpu"), Runner(args.model, dtype)
+        self.args, self.rank, self.device, self.model_runner = (
+            args,
+            0,
+            torch.device("cpu"),
+            Runner(args.model, dtype, args.chat_template),
+        )
         lora = object() if args.enable_lora else None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
         self.lock, self.running, self.num_requests, self.most, self.now = asyncio.Lock(), asyncio.Event(), 0, 0, 0
@@ -86,6 +96,12 @@ class Server(WeightReceiver):
         return web.json_response(
             {"requests": self.num_requests, "most": self.most, "paused": not self.running.is_set()}
         )
+
+    async def fake(self, request):
+        FAKE.clear()
+        FAKE.update(await request.json())
+        self.num_requests = self.most = self.now = 0
+        return web.json_response({})
 
     async def pause(self, request):
         self.running.clear()
@@ -109,12 +125,12 @@ class Server(WeightReceiver):
         self.num_requests += 1
         self.now += 1
         self.most = max(self.most, self.now)
-        fault = FAULTS.get(f"generate {self.num_requests}")
+        fault = FAKE.get(f"generate {self.num_requests}")
         if fault == "500":
             return web.json_response({"error": "fault asked for"}, status=500)
-        every, _, seconds = os.environ.get("FAKE_SLOW", "0:0").partition(":")
-        slow = float(seconds) if int(every) and self.num_requests % int(every) == 0 else 0
-        await asyncio.sleep(3600 if fault == "hang" else float(os.environ.get("FAKE_GENERATE_S", 0)) + slow)
+        every, seconds = FAKE.get("slow", (10**9, 0))
+        slow = seconds if self.num_requests % every == 0 else 0
+        await asyncio.sleep(3600 if fault == "hang" else FAKE.get("generate_s", 0) + slow)
         await self.running.wait()
         tokenizer = self.model_runner.tokenizer
         if is_chat:
@@ -147,6 +163,7 @@ class Server(WeightReceiver):
 
 def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--chat-template")
     for name in ("--model", "--served-model-name", "--dtype"):
         parser.add_argument(name, required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -156,12 +173,11 @@ def main():
     torch.set_num_threads(1)
     server = Server(args)
     app = web.Application()
-    app.add_routes([
-        web.get("/v1/models", server.models), web.get("/health", server.health), web.post("/pause", server.pause),
-        web.post("/resume", server.resume), web.post("/collective_rpc", server.rpc),
-        web.post("/v1/chat/completions", server.generate), web.post("/v1/completions", server.generate),
-    ])  # fmt: skip
-    web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None)
+    app.add_routes([web.get("/v1/models", server.models), web.get("/health", server.health)])
+    posts = {"/pause": server.pause, "/resume": server.resume, "/collective_rpc": server.rpc, "/fake": server.fake}
+    posts |= {"/v1/chat/completions": server.generate, "/v1/completions": server.generate}
+    app.add_routes([web.post(path, handler) for path, handler in posts.items()])
+    web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None, shutdown_timeout=0.5)
 
 
 if __name__ == "__main__":

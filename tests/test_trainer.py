@@ -308,7 +308,7 @@ def test_reference_kl(lora, make_cfg, tmp_path):
 
 
 def test_kl_to_the_reference_has_k3s_gradient(make_cfg, tmp_path):
-    """d/dlogp of exp(ref - logp) - (ref - logp) - 1 is 1 - exp(ref - logp); with zero advantages nothing else is left."""
+    """d/dlogp of exp(ref - logp) - (ref - logp) - 1 is 1 - exp(ref - logp); zero advantages leave nothing else."""
     samples = [s | {"advantage": 0.0} for s in make_samples()]
     cfg, batch = make_cfg("trainer.beta=0.5", "trainer.max_grad_norm=1e9"), batch_of(tmp_path, samples)
     policy = trainer.build_policy(cfg, CPU, 1)
@@ -379,8 +379,8 @@ def test_learning_rate():
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"logp": [float("nan")] * 9}, "finite"), ({"advantage": float("inf")}, "finite"), ({"mask": [1] * 9}, "first token"),
-    ({"logp": [0.0] * 8}, "columns"),
+    ({"logp": [float("nan")] * 9}, "finite"), ({"advantage": float("inf")}, "finite"),
+    ({"mask": [1] * 9}, "first token"), ({"logp": [0.0] * 8}, "columns"),
 ])  # fmt: skip
 def test_bad_batches_are_refused(change, message, tmp_path):
     sample = {"tokens": [5] * 9, "mask": [0] + [1] * 8, "logp": [-1.0] * 9, "advantage": 1.0} | change

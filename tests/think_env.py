@@ -27,28 +27,35 @@ def letters(completion):
 
 
 def misbehaves(completion, state):
-    """By the number of its call: raises, returns no number, sleeps too long, or is fine."""
+    """By the number of its call: raises, returns no number, or is fine."""
     state["task"]["calls"] = calls = state["task"].get("calls", 0) + 1
     if calls % 4 == 1:
         raise RuntimeError("user code fails")
     if calls % 4 == 2:
         return [None, float("nan"), "1", float("inf")][calls // 4 % 4]
-    if state["info"].get("sleeps"):
-        time.sleep(30)
     return float(calls)
 
 
-def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37, **info):
-    rows = [{"question": f"{prompt} {i}", "answer": str(i), "info": info} for i in range(num_rows)]
+def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
+    rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num_rows)]
     if kind == "turns":
         return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
     if kind == "text":
         rows = [{"prompt": f"{prompt} {i}"} for i in range(num_rows)]
-        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([lambda completion: float(len(completion[0]))]))
-    if kind == "noise":  # never flat; grows with the index so that order shows
-        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([lambda answer: float(answer) + random.random()]))
-    function = {"misbehaves": misbehaves, "constant": constant, "raises": raises}[kind]
+        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([text_letters]))
+    function = {"noise": noisy, "misbehaves": misbehaves, "constant": constant, "raises": raises, "sleeps": sleeps}[
+        kind
+    ]
     return SingleTurnEnv(rows, rows[:3] if kind != "constant" else None, rubric=Rubric([function]))
+
+
+def noisy(answer):
+    """Never flat."""
+    return float(answer) + random.random()
+
+
+def text_letters(completion):
+    return float(sum(map(ord, completion[0])))
 
 
 def constant():
@@ -57,3 +64,8 @@ def constant():
 
 def raises():
     raise ValueError("never scores")
+
+
+def sleeps():
+    time.sleep(random.choice([0, 2]))
+    return random.random()

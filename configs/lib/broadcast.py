@@ -60,6 +60,7 @@ class WeightSender:
     def __init__(self, cfg, run_dir, device):
         t, self.cfg, self.run_dir, self.loaded, self.servers = cfg.trainer, cfg, run_dir, [], Servers(cfg)
         self.servers.wait_ready()
+        self.names = set()  # sent by the last version; none may fall out
         backend = t.sync_backend if t.sync_backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
         self.device, timeout = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
         listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own would listen on every address
@@ -83,6 +84,9 @@ class WeightSender:
         spec = {"version": version, "tensors": [(k, list(v.shape), str(v.dtype)[6:]) for k, v in tensors.items()]}
         path = self.run_dir.absolute() / "adapters"
         spec["adapter"] = [str(path / name), t._asdict(), self.cfg.run.model] if adapter else None
+        if missing := sorted(self.names - set(tensors)):
+            raise RunError(3, f"sync of version {version}: the trainer gathered no {missing[:3]}")
+        self.names = set(tensors)
         hold = self.run_dir / "eval_hold"  # until when an evaluation wants the present weights
         while not adapter and hold.exists() and time.time() < float(hold.read_text() or 0):
             time.sleep(0.02)

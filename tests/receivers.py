@@ -1,0 +1,19 @@
+"""Receivers that fail on purpose, for tests/test_vllm.py."""
+
+import json
+
+from configs.lib.broadcast import WeightReceiver
+
+
+class StaleHead(WeightReceiver):
+    """Where the specification says so, leaves vLLM's packed copy of a tied head as reload_weights left it."""
+
+    def receive_weights(self, spec):
+        if not json.loads(spec).get("stale_head"):
+            return super().receive_weights(spec)
+        method = self.model_runner.model.lm_head.quant_method
+        method.process_weights_after_loading = lambda head: None
+        try:
+            return super().receive_weights(spec)
+        finally:
+            del method.process_weights_after_loading

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# bash tests/run.sh          sets up (.venv, like launch.sh) and runs every test but the learning runs
+# bash tests/run.sh --fast   without the real vLLM: at most 90 s on 2 cores
+# bash tests/run.sh --all    the learning runs too: 30 minutes more
+set -eu
+cd "$(dirname "$0")/.."
+bash launch.sh --setup
+PY=.venv/bin/python
+[ -x "$PY" ] || PY=python3
+export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1
+if [ "${1:-}" = --fast ]; then
+    shift
+    exec "$PY" -m pytest -q tests --deselect tests/test_vllm.py -m "not real and not slow" "$@"
+fi
+exec "$PY" -m pytest -q tests "$@"

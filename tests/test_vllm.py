@@ -1,0 +1,304 @@
+"""The real vLLM on CPU: broadcasts that arrive, broken ones that are caught by name, token-exact rollouts."""
+
+import asyncio
+import json
+import shutil
+import time
+
+import httpx
+import pytest
+import torch
+from conftest import ROOT, VLLM, lines, stop
+
+import orchestrator
+import trainer
+from configs.lib.broadcast import WeightSender
+from configs.lib.client import Client
+from configs.lib.runtime import RunError
+
+pytestmark = pytest.mark.real
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def servers(models, tmp_path_factory):
+    """One server for all of fp32; one with adapters in bf16; one with tied embeddings. Started together."""
+    folder = tmp_path_factory.mktemp("vllm")
+    lora = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")
+    found = {
+        "untied": VLLM(models["untied"], folder / "untied"),
+        "tied": VLLM(models["tied"], folder / "tied"),
+        "bf16": VLLM(models["untied"], folder / "bf16", *lora, dtype="bfloat16"),
+    }
+    yield {name: server.wait() for name, server in found.items()}
+    for server in found.values():
+        stop(server.process)
+
+
+@pytest.fixture
+def connect(servers, make_cfg, models, tmp_path, monkeypatch):
+    """connect("tied", *overrides) -> cfg, policy, sender: a trainer in this process joined to that server."""
+    monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
+
+    def go(name, *overrides):
+        more = [f'inference.urls=["{servers[name].url}"]', "max_seq_len=256", "trainer.sync_timeout_s=20", *overrides]
+        cfg = make_cfg(*more, model=models["tied" if name == "tied" else "untied"])
+        policy = trainer.build_policy(cfg, CPU, 1)
+        return cfg, policy, WeightSender(cfg, tmp_path, CPU)
+
+    return go
+
+
+def shake(policy, std=0.05, seed=0):
+    """Other weights than the server started with; LoRA: other factors."""
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters():
+            if p.requires_grad:
+                p.add_(std * torch.randn_like(p))
+
+
+def publish(sender, policy, version, cfg):
+    return trainer.publish(sender, policy, version, 0, cfg, 0, CPU)
+
+
+@pytest.mark.parametrize("kind", ["untied", "tied", "untied lora", "tied lora"])
+def test_sync_is_exact_in_fp32(kind, connect, tmp_path):
+    name, _, lora = kind.partition(" ")
+    cfg, policy, sender = connect(name, f"trainer.use_lora={'true' if lora else 'false'}")
+    base = {k: v.clone() for k, v in policy.state_dict().items() if "lora_" not in k}
+    worst = []
+    for version in range(3):
+        worst.append(publish(sender, policy, version, cfg)["sync/dlogp_max"])
+        assert (tmp_path / "version").read_text() == str(version)
+        shake(policy, seed=version)
+    assert max(worst) < 1e-4, worst
+    if lora:
+        assert all(torch.equal(v, policy.state_dict()[k]) for k, v in base.items())
+
+
+def test_adapters_are_exact_in_bf16(connect, tmp_path):
+    """Updates of rms 1e-5, which merging into bf16 would lose, arrive; versions older than S + 1 are unloaded."""
+    cfg, policy, sender = connect("bf16", "trainer.dtype=bf16", "trainer.use_lora=true")
+    for version in range(4):
+        metrics = publish(sender, policy, version, cfg)
+        assert metrics["sync/dlogp_mean"] < 1e-2, metrics
+        shake(policy, std=0.1, seed=version)
+    served = {m["id"] for m in sender.servers.http.get(f"{sender.servers.urls[0]}/v1/models").json()["data"]}
+    assert served == {"real", "real-v2", "real-v3"}
+    assert {path.name for path in (tmp_path / "adapters").iterdir()} == {"real-v2", "real-v3"}
+    rows = [[5, 6, 7, 8, 9, 10, 11, 12]]
+    (base,), (two,), (three,) = (sender.servers.score(name, rows) for name in ("real", "real-v2", "real-v3"))
+    assert max(abs(a - b) for a, b in zip(base, two)) > 0.05 and max(abs(a - b) for a, b in zip(two, three)) > 0.05
+
+
+def test_lora_in_16_bits_needs_adapters_on_the_server(connect):
+    with pytest.raises(RunError, match="a server runs .*torch.float32.*need .*torch.bfloat16") as e:
+        connect("untied", "trainer.dtype=bf16", "trainer.use_lora=true")
+    assert e.value.code == 2
+
+
+def swapped(tensors):
+    a, b = (f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up"))
+    return tensors | {a: tensors[b], b: tensors[a]}
+
+
+def scaled(tensors):
+    return tensors | {(name := "model.layers.1.mlp.down_proj.weight"): tensors[name] * 1.01}
+
+
+def dropped(tensors):
+    return {k: v for k, v in tensors.items() if k != "model.layers.0.self_attn.k_proj.weight"}
+
+
+@pytest.mark.parametrize("mutate, message", [
+    (swapped, "canary after sync of version 1"), (scaled, "canary after sync of version 1"),
+    (dropped, "the trainer gathered no .*layers.0.self_attn.k_proj.weight"),
+])  # fmt: skip
+def test_wrong_tensors_are_caught(mutate, message, connect, monkeypatch):
+    """Gathered wrong: what arrives is what was sent, and yet not the policy."""
+    cfg, policy, sender = connect("untied")
+    publish(sender, policy, 0, cfg)
+    shake(policy)
+    honest = trainer.sampler_weights
+    monkeypatch.setattr(trainer, "sampler_weights", lambda *x: mutate(dict(honest(*x))).items())
+    with pytest.raises(RunError, match=message) as e:
+        publish(sender, policy, 1, cfg)
+    assert e.value.code == 3
+    sender.servers.post_all("/resume")
+
+
+class Corrupted:
+    """A process group on whose way the tensors change."""
+
+    def __init__(self, group, tensors, mutate):
+        self.group, self.tensors, self.mutate = group, tensors, mutate
+
+    def broadcast(self, flat, root):
+        changed = self.mutate(self.tensors)
+        return self.group.broadcast(torch.cat([v.reshape(-1).view(torch.uint8) for v in changed.values()]), root)
+
+
+@pytest.mark.parametrize("mutate, names", [(swapped, "mlp.gate_proj.weight not as sent.*mlp.up_proj.weight not as sent"),
+                                           (scaled, "layers.1.mlp.down_proj.weight not as sent")])  # fmt: skip
+def test_tensors_that_change_on_the_way_are_named(mutate, names, connect):
+    cfg, policy, sender = connect("untied")
+    publish(sender, policy, 0, cfg)
+    shake(policy)
+    sender.group = Corrupted(sender.group, dict(trainer.sampler_weights(policy.model, torch.float32, False)), mutate)
+    with pytest.raises(RunError, match=f"sync of version 1: .*{names}"):
+        publish(sender, policy, 1, cfg)
+    sender.servers.post_all("/resume")
+
+
+def test_a_skipped_sync_is_caught(connect, monkeypatch):
+    """The weights of version 1 never leave: the canary of version 2's declaration finds version 0's weights."""
+    cfg, policy, sender = connect("untied")
+    publish(sender, policy, 0, cfg)
+    stale = {k: v.clone() for k, v in trainer.sampler_weights(policy.model, torch.float32, False)}
+    shake(policy)
+    monkeypatch.setattr(trainer, "sampler_weights", lambda *_: stale.items())
+    with pytest.raises(RunError, match="canary after sync of version 1"):
+        publish(sender, policy, 1, cfg)
+    rpc = sender.servers.rpc
+    with pytest.raises(RunError, match="a worker has version 0"):
+        monkeypatch.setattr(sender.servers, "rpc", lambda m, specs: rpc(m, [s | {"version": 0} for s in specs]))
+        publish(sender, policy, 1, cfg)
+    sender.servers.post_all("/resume")
+
+
+def test_a_stale_tied_head_is_caught(connect):
+    """vLLM 0.32's packed copy of a tied head survives reload_weights; without the receiver's repacking the canary tells."""
+    cfg, policy, sender = connect("tied")
+    publish(sender, policy, 0, cfg)
+    shake(policy)
+    rpc = sender.servers.rpc
+    sender.servers.rpc = lambda method, specs: rpc(method, [spec | {"stale_head": True} for spec in specs])
+    with pytest.raises(RunError, match="canary after sync of version 1"):
+        publish(sender, policy, 1, cfg)
+    sender.servers.rpc = rpc
+    assert publish(sender, policy, 2, cfg)["sync/dlogp_max"] < 1e-4
+
+
+def test_requests_in_flight_survive_a_sync(connect, servers):
+    """pause(keep): a long answer under way goes on after the broadcast, on the new weights."""
+    cfg, policy, sender = connect("untied", "max_seq_len=256")
+    publish(sender, policy, 0, cfg)
+    body = {"model": "real", "prompt": [[5, 6, 7]], "max_tokens": 240, "ignore_eos": True, "return_token_ids": True}
+    asked = sender.servers.pool.submit(sender.servers.post, servers["untied"].url, "/v1/completions", body)
+    time.sleep(0.15)
+    shake(policy)
+    publish(sender, policy, 1, cfg)
+    choice = asked.result()["choices"][0]
+    assert len(choice["token_ids"]) == 240 and choice["finish_reason"] == "length"
+
+
+# --- rollouts, token for token ----------------------------------------------------------------------------------------
+
+
+def rollouts_of(cfg, env_args, n=4):
+    import think_env
+
+    async def go():
+        client = Client(cfg)
+        client.version = 0
+        env = think_env.load_environment(**env_args)
+        return await orchestrator.run_group(env, env.dataset[0], client, n, 0, cfg)
+
+    return asyncio.run(go())
+
+
+def trained_logp(policy, samples):
+    """The packed policy's log-probabilities of the samples' loss tokens, sample by sample."""
+    tokens = torch.tensor([t for s in samples for t in s["tokens"]], dtype=torch.int32)
+    mask, zero = torch.tensor([bool(m) for s in samples for m in s["mask"]]), torch.zeros(len(tokens))
+    lens = torch.tensor([len(s["tokens"]) for s in samples])
+    batch = trainer.Batch(tokens, mask, zero, zero, lens, [{"temperature": s["temperature"]} for s in samples], {})
+    with torch.no_grad():
+        return policy.eval()(trainer.collate(batch, list(range(len(samples))), CPU))[0].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("template", ["keeps", "drops", "text"])
+def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, tmp_path):
+    """Four turns. Loss tokens are the sampled ids, in order; the packed policy gives them the server's logprobs."""
+    from think_env import DROPS
+
+    (tmp_path / "drops.jinja").write_text(DROPS)
+    how = "orchestrator.sampling"
+    cfg, policy, sender = connect("untied", f"{how}.max_tokens=12", f"{how}.temperature={temperature}")
+    publish(sender, policy, 0, cfg)
+    sampled, post = [], Client.post
+
+    async def spy(self, server, path, body):
+        if template == "drops":
+            body = body | {"chat_template": DROPS}
+        reply = await post(self, server, path, body)
+        sampled.extend(tuple(c["token_ids"]) for c in reply["choices"])
+        return reply
+
+    monkeypatch.setattr(Client, "post", spy)
+    kind = {"kind": "text"} if template == "text" else {"kind": "turns", "num_turns": 4}
+    rollouts = rollouts_of(cfg, kind)
+    assert not any(r.error for r in rollouts), [r.error for r in rollouts]
+    turns = 1 if template == "text" else 4
+    for r in rollouts:
+        assert len(r.samples) == (4 if template == "drops" else 1) and r.forks == len(r.samples) - 1
+        ids = [t for s in r.samples for t, m in zip(s["tokens"], s["mask"]) if m]
+        assert any(ids[: len(x)] == list(x) for x in sampled) and len(ids) >= turns
+    assert sum(sum(s["mask"]) for r in rollouts for s in r.samples) == sum(map(len, sampled))
+    samples = [s | {"temperature": temperature} for r in rollouts for s in r.samples]
+    theirs = [x for s in samples for x, m in zip(s["logp"], s["mask"]) if m]
+    assert max(abs(a - b) for a, b in zip(trained_logp(policy, samples), theirs, strict=True)) < 1e-4
+
+
+def test_canonical_text_never_forks_and_a_forced_tokenisation_forks_once(connect, monkeypatch):
+    cfg, policy, sender = connect("untied", "orchestrator.sampling.max_tokens=12")
+    publish(sender, policy, 0, cfg)
+    post, count = Client.post, iter(range(99))
+
+    async def odd(self, server, path, body):
+        reply = await post(self, server, path, body)
+        if next(count) == 0:  # the first reply's ids say something that its text does not
+            for c in reply["choices"]:
+                c["token_ids"][0] = 7 if c["token_ids"][0] != 7 else 8
+        return reply
+
+    assert [r.forks for r in rollouts_of(cfg, {"num_turns": 4})] == [0] * 4
+    monkeypatch.setattr(Client, "post", odd)
+    assert [r.forks for r in rollouts_of(cfg, {"num_turns": 4})] == [1] * 4
+
+
+def test_local_tokens_are_the_servers(connect, servers):
+    """Lengths are measured here and must be the server's: same template, same ids."""
+    cfg, _, _ = connect("untied")
+    client, messages = Client(cfg), [{"role": "system", "content": "ab é~"}, {"role": "user", "content": "x\n y"}]
+    reply = httpx.post(f"{servers['untied'].url}/tokenize", json={"model": "real", "messages": messages}).json()
+    assert reply["tokens"] == client.tokenize(messages)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2, "lora", "permuted"])
+def test_the_default_run_learns(seed, tmp_path):
+    """Exact match on held-out words from at most 0.45 to at least 0.85 (LoRA 0.70); permuted rewards teach nothing."""
+    import subprocess
+
+    more = {"lora": LORA, "permuted": ["trainer.advantage=test_vllm:permuted"]}.get(seed, [f"seed={seed}"])
+    command = ["bash", "launch.sh", "configs/reverse_text.toml", f"output_dir={tmp_path}", *more]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    evals, metrics = (lines(tmp_path / "reverse_text" / f"{name}.jsonl") for name in ("eval", "metrics"))
+    print(json.dumps([(e["step"], round(e["exact"], 3)) for e in evals]))
+    assert evals[0]["step"] == 0 and evals[0]["exact"] <= 0.45 and evals[0]["n"] == evals[-1]["n"] == 256
+    gain = evals[-1]["exact"] - evals[0]["exact"]
+    assert gain <= 0.05 if seed == "permuted" else evals[-1]["exact"] >= (0.70 if seed == "lora" else 0.85)
+    assert max(m["sync/dlogp_max"] for m in metrics) < 1e-4
+    shutil.rmtree(tmp_path)
+
+
+def permuted(rewards_G, group):
+    """The control: each group's rewards go to the wrong rollouts."""
+    return (rewards_G - rewards_G.mean())[torch.randperm(len(rewards_G))]
+
+
+LORA = ["trainer.use_lora=true", "trainer.learning_rate=2e-3", "trainer.lora_rank=16"]

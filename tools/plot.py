@@ -1,0 +1,66 @@
+"""python tools/plot.py outputs/run [more runs ...] -> curves.png in the first: eval, reward, KL, entropy, time."""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+STYLES = ["-", "--", ":", "-."]  # readable without colour
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def plot(runs, out):
+    fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
+    for run, style in zip(runs, STYLES * len(runs)):
+        metrics, evals = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
+        steps = [m["version"] for m in metrics]
+        axis = axes[0, 0]
+        name = "exact" if evals and "exact" in evals[0] else "reward/mean"
+        axis.errorbar([e["step"] for e in evals], [e[name] for e in evals], yerr=[e["ci95"] for e in evals],
+                      fmt="o", linestyle=style, capsize=3, color="black", label=run.name)  # fmt: skip
+        axis.set_title(f"evaluation: {name} (95 % interval of the reward)")
+        axis = axes[0, 1]
+        axis.plot(steps, [m.get("reward/mean") for m in metrics], style, color="black")
+        low, high = ([m.get(f"reward/p{q}") for m in metrics] for q in (10, 90))
+        if None not in low:
+            axis.fill_between(steps, low, high, color="0.85")
+        axis.set_title("training reward: mean, 10th to 90th percentile")
+        for axis, key, title in (
+            (axes[0, 2], "policy/kl_sampler", "KL trainer to sampler (k3)"),
+            (axes[1, 0], "policy/entropy", "entropy (nats)"),
+            (axes[1, 1], "sync/dlogp_max", "canary after each sync: largest |dlogp|"),
+        ):
+            axis.plot(
+                steps, [m.get(key) if m.get(key) is not None else float("nan") for m in metrics], style, color="black"
+            )
+            axis.set_title(title)
+        for axis in (axes[0, 2], axes[1, 1]):
+            axis.set_yscale("log")
+        axis, below = axes[1, 2], [0.0] * len(metrics)
+        for key, shade, hatch in (("wait_batch", "1.0", ""), ("train", "0.7", "//"), ("sync", "0.3", "")):
+            above = [b + (m.get(f"time/{key}_s") or 0) for b, m in zip(below, metrics)]
+            axis.fill_between(
+                steps, below, above, color=shade, hatch=hatch, edgecolor="black", linewidth=0.3, label=key
+            )
+            below = above
+        axis.set_title("seconds of a step")
+        if run is runs[0]:
+            axis.legend()
+    for axis in axes.flat:
+        axis.set_xlabel("version")
+        axis.grid(alpha=0.3)
+    if len(runs) > 1:
+        axes[0, 0].legend()
+    fig.savefig(out, dpi=90)
+
+
+if __name__ == "__main__":
+    folders = [Path(arg) for arg in sys.argv[1:]]
+    plot(folders, folders[0] / "curves.png")
