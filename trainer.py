@@ -294,11 +294,12 @@ def swap(params, ref):
 def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     """updates_per_batch optimizer steps on one batch -> metrics. A non-finite gradient changes nothing, on any rank."""
     t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
+    lr = learning_rate(step, t, cfg.run.max_steps)
     torch.manual_seed((cfg.run.seed << 32) + step * world + rank)  # dropout is a function of seed, step and rank
     num_tokens = max(int(batch.loss_mask.sum()), 1)
     with_tokens = sum(bool(mask.any()) for mask in batch.loss_mask.split(batch.sample_lens.tolist()))
-    constant = batch.info.get("rollouts", 0) * batch.info.get("max_tokens", 0)
-    count = {"dr_grpo": constant, "gspo": with_tokens}.get(t.loss, num_tokens)
+    rollouts, max_tokens = batch.info.get("rollouts", 0), batch.info.get("max_tokens", 0)
+    count = {"dr_grpo": rollouts * max_tokens, "gspo": with_tokens}.get(t.loss, num_tokens)
     loss_function, params = named(t.loss, {t.loss: compute_loss}), optimizer.param_groups[0]["params"]
     lens, budget = batch.sample_lens.tolist(), t.micro_batch_size * cfg.run.max_seq_len
     bins = pack(lens, budget, world, policy.model.config.get_text_config().hidden_size)[rank::world]
@@ -329,8 +330,7 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
         if scale != 1:
             torch._foreach_div_([p.grad for p in params], scale)
         grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, t, cfg.run.max_steps)
+        optimizer.param_groups[0]["lr"] = lr
         is_finite = bool(grad_norm.isfinite())
         skipped += not is_finite
         if is_finite:
@@ -340,22 +340,19 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     metrics = dict(zip(sorted(sums), (total / num_tokens).tolist()))
     age0, kl, seconds = metrics.pop("age0"), metrics.pop("age0_kl"), time.perf_counter() - started
     metrics |= {"policy/kl_sampler_age0": kl / age0 if age0 else None, "policy/age0_tokens": round(age0 * num_tokens)}
-    metrics |= {"optim/lr": learning_rate(step, t, cfg.run.max_steps), "optim/grad_norm": grad_norm.item()}
-    return metrics | {"optim/skipped": skipped, "time/train_s": seconds} | speed(policy, lens, t, seconds, world)
+    metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item(), "optim/skipped": skipped, "time/train_s": seconds}
+    return metrics | speed(policy, lens, t, seconds, world)
 
 
 def main(argv):
-    cfg, replay = arguments(__doc__, argv)
-    t, files = cfg.trainer, sorted(replay.glob("step_*.safetensors")) if replay else []
-    if replay and not files:
-        raise RunError(2, f"--replay {replay}: no step_*.safetensors there")
-    run_dir = run_directory(cfg, f"-replay-{t.loss}" if replay else "")
+    cfg, replay = arguments(__doc__, argv)  # replay: the files of saved batches, or []
+    t, run_dir = cfg.trainer, run_directory(cfg, f"-replay-{cfg.trainer.loss}" if replay else "")
     rank, world, device = start_distributed()
     policy = build_policy(cfg, device, world)
     params = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, t.learning_rate, (0.9, t.adam_beta2), weight_decay=t.weight_decay, fused=True)
     ref = [local(p.detach()).clone() for p in params] if t.beta else None  # LoRA's starts at B = 0: the base model
-    step, last, streak = 0, min(cfg.run.max_steps, len(files) or cfg.run.max_steps), 0
+    step, last, streak = 0, min(cfg.run.max_steps, len(replay) or cfg.run.max_steps), 0
     if found := latest_checkpoint(run_dir):
         load_checkpoint(found, policy, ref, optimizer, cfg, rank)
         step = int(found.name[5:])
@@ -365,23 +362,18 @@ def main(argv):
         publish(sender, policy, step, 0, cfg, rank, device)
     while step < last:
         started = time.perf_counter()
-        path = files[step] if replay else run_dir / "batches" / f"step_{step:06d}.safetensors"
-        batch = load_batch(path, rank, device, t.batch_timeout_s)
+        path = replay[step] if replay else run_dir / "batches" / f"step_{step:06d}.safetensors"
+        batch = load_batch(path, rank, device, t.batch_timeout_s, None if replay else (cfg.run.run_name, step))
         waited, info = time.perf_counter() - started, batch.info
         if replay and t.advantage != info.get("advantage", t.advantage):
             batch = replace_advantages(batch, compute_advantages, t.advantage)
-        oldest = max(s.get("age", 0) for s in batch.samples)
-        if not replay and ((info["run"], info["step"]) != (cfg.run.run_name, step) or oldest > info["max_staleness"]):
-            raise RunError(4, f"{path} is step {info['step']} of {info['run']!r}, {oldest} versions old")
         metrics = info.get("metrics", {}) | train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
         streak = streak + 1 if metrics["optim/skipped"] else 0
         if streak == 3:
             raise RunError(5, f"no finite gradient in steps {step - 2} to {step}, loss {metrics['loss']}")
         step += 1
         if ref and t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
-            for r, p in zip(ref, params):
-                r.lerp_(local(p.detach()), t.ref_sync_alpha)
-        metrics |= {"sync/dlogp_max": None, "sync/dlogp_mean": None, "time/sync_s": None}
+            torch._foreach_lerp_(ref, [local(p.detach()) for p in params], t.ref_sync_alpha)
         if not replay:
             metrics |= publish(sender, policy, step, info["max_staleness"], cfg, rank, device)
         if rank == 0:

@@ -73,7 +73,7 @@ def test_functions_get_the_arguments_they_name_and_run_in_threads():
     here = threading.get_ident()
     assert asyncio.run(call(lambda b: b, a=1, b=2)) == 2
     assert asyncio.run(call(lambda **all: sorted(all), a=1, b=2)) == ["a", "b"]
-    assert asyncio.run(call(threading.get_ident)) != here
+    assert asyncio.run(call(lambda: threading.get_ident())) != here
 
 
 def test_bad_rows_are_named():

@@ -51,8 +51,8 @@ def launched(tmp_path, models):
 
 @pytest.fixture
 def run(tmp_path, models, fake_servers, monkeypatch):
-    """run(steps, args, *overrides, fake={...}) -> run directory: orchestrator.run in this process, with a fake server and
-    a stand-in for the trainer that declares version n + 1 live once batch n is there."""
+    """run(steps, args, *overrides, fake={...}) -> run directory: orchestrator.run in this process, with a fake server
+    and a stand-in for the trainer that declares version n + 1 live once batch n is there."""
 
     def go(steps, args, *overrides, fake=None, template="", train_s=0.0):
         (tmp_path / "run.toml").write_text(TOML.format(model=models["untied"], out=tmp_path, steps=steps, args=args))
@@ -296,8 +296,8 @@ def slow_cispo(**given):
 
 def test_overlap(launched):
     """Generate and train take a second each; a step takes less than three quarters of their sum."""
-    _, run_dir = launched(8, '{ kind = "noise" }', "trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64",
-                          FAKE='{"generate_s": 1.0}')  # fmt: skip
+    slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
+    _, run_dir = launched(8, '{ kind = "noise" }', *slow, FAKE='{"generate_s": 1.0}')
     seconds = sorted(m["time/step_s"] for m in lines(run_dir / "metrics.jsonl")[2:])
     assert seconds[len(seconds) // 2] < 0.75 * 2.0, seconds
 

@@ -31,8 +31,10 @@ def save_batch(path, samples, info):
     os.replace(tmp, path)
 
 
-def load_batch(path, rank=0, device="cpu", timeout_s=0):
-    """Rank 0 waits for the file and reads it; the others, maybe on other machines, get its bytes from rank 0."""
+def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
+    """Rank 0 waits for the file and reads it; the others, maybe on other machines, get its bytes from rank 0.
+
+    expected: (run, step), for batches that were just made. Raises RunError 4 for what must never reach the optimizer."""
     blob, deadline = b"", time.monotonic() + timeout_s
     while rank == 0 and not path.exists():
         if time.monotonic() > deadline:
@@ -52,6 +54,11 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0):
         raise RunError(4, f"{path}: columns of {sizes} tokens, {len(batch.samples)} samples of {lens.sum()} tokens")
     if not (batch.old_logp + batch.advantages).isfinite().all() or batch.loss_mask[lens.cumsum(0) - lens].any():
         raise RunError(4, f"{path}: old_logp or advantages not finite, or loss_mask on a sample's first token")
+    oldest, info = max((s.get("age", 0) for s in batch.samples), default=0), batch.info
+    if expected and ((info["run"], info["step"]) != expected or oldest > info["max_staleness"]):
+        raise RunError(
+            4, f"{path} is batch {info['step']} of run {info['run']!r}, {oldest} versions old; not {expected}"
+        )
     return batch
 
 

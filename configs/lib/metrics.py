@@ -88,7 +88,8 @@ SHOWN = {
 
 def log_step(run_dir, step, last, metrics, started, waited):
     """Every key into metrics.jsonl, some on the console. step: the batch's number, from 0; it made version step + 1."""
-    metrics = {"step": step, "time": time.time(), "version": step + 1} | metrics
+    not_here = {"sync/dlogp_max": None, "sync/dlogp_mean": None, "time/sync_s": None}  # in a replay
+    metrics = {"step": step, "time": time.time(), "version": step + 1} | not_here | metrics
     metrics |= {"time/step_s": time.perf_counter() - started, "time/wait_batch_s": waited}
     with open(run_dir / "metrics.jsonl", "a") as f:
         f.write(json.dumps(metrics) + "\n")

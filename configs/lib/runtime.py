@@ -55,13 +55,16 @@ def run_role(role, main):
 
 
 def arguments(doc, argv):
-    """config.toml [table.key=value ...] [--replay DIR] -> cfg, the directory or None."""
+    """config.toml [table.key=value ...] [--replay DIR] -> cfg, the batch files in DIR."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="trainer: train on saved batches, without a server")
     args = parser.parse_intermixed_args(argv)
-    return load_config(args.config, args.overrides), args.replay
+    files = sorted(args.replay.glob("step_*.safetensors")) if args.replay else []
+    if args.replay and not files:
+        raise RunError(2, f"--replay {args.replay}: no step_*.safetensors there")
+    return load_config(args.config, args.overrides), files
 
 
 def load_config(path, overrides=()):
