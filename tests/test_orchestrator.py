@@ -294,6 +294,7 @@ def slow_cispo(**given):
     return trainer.compute_loss(**given, cfg=cfg._replace(loss="cispo"))
 
 
+@pytest.mark.slow
 def test_overlap(launched):
     """Generate and train take a second each; a step takes less than three quarters of their sum."""
     slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
@@ -302,6 +303,7 @@ def test_overlap(launched):
     assert seconds[len(seconds) // 2] < 0.75 * 2.0, seconds
 
 
+@pytest.mark.slow
 def test_resume_continues_the_same_order(launched, tmp_path):
     """Stopped at 4, its last checkpoint lost, and continued to 6, is 6 in one go: same groups, same losses, one line a
     step; batches 2 and 3 are trained again as they are. Two servers and two ranks, for good measure."""
@@ -327,6 +329,7 @@ def test_resume_continues_the_same_order(launched, tmp_path):
     assert [b.info["dropped"] for b in all_batches(straight)] == [b.info["dropped"] for b in all_batches(run_dir)]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_learn_exits_4(launched):
     done, run_dir = launched(3, '{ kind = "constant" }', "trainer.gpus=2", check=False)
     assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]

@@ -346,6 +346,7 @@ def test_a_non_finite_gradient_changes_nothing(make_cfg, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, params)) and not optimizer.state
 
 
+@pytest.mark.slow
 def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, batches, tmp_path):
     make_cfg()
     done = run_trainer(
@@ -392,7 +393,8 @@ def test_bad_batches_are_refused(change, message, tmp_path):
 # --- whole runs on saved batches --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["full", "lora", "bf16", "bf16 lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "lora", "bf16 lora"])
 def test_two_ranks_are_one(mode, make_cfg, batches, tmp_path):
     make_cfg()
     more = ["trainer.dtype=bf16"] * ("bf16" in mode) + ["trainer.use_lora=true", "trainer.beta=0.1"] * ("lora" in mode)
@@ -410,6 +412,7 @@ def test_two_ranks_are_one(mode, make_cfg, batches, tmp_path):
     assert worst < (1e-2 if "bf16" in mode else 1e-5)
 
 
+@pytest.mark.slow
 def test_resume_is_bit_for_bit(make_cfg, batches, tmp_path):
     make_cfg()
     saved = batches(6)
@@ -458,6 +461,7 @@ def test_checkpoints_are_verified_and_kept(make_cfg, tmp_path):
     assert e.value.code == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 def test_final_loads_in_transformers_and_peft(lora, make_cfg, batches, tmp_path):
     from peft import PeftModel

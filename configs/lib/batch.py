@@ -34,7 +34,7 @@ def save_batch(path, samples, info):
 def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
     """Rank 0 waits for the file and reads it; other ranks, maybe on other machines, get its bytes from rank 0.
 
-    expected: (run, step), for batches that were just made. Raises RunError 4 for what must never reach the optimizer."""
+    expected: (run, step) of a batch just made. Raises RunError 4 for what must never reach the optimizer."""
     blob, deadline = b"", time.monotonic() + timeout_s
     while rank == 0 and not path.exists():
         if time.monotonic() > deadline:
