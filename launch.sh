@@ -153,6 +153,7 @@ while :; do
     done
     if [ $done = 2 ]; then
         [ -f tools/plot.py ] && "$PY" tools/plot.py "$RUN_DIR" >>"$LOGS/plot.log" 2>&1
+        sleep 0.5 # the last lines are still on their way to the console
         finish 0 "[launch] done in $((SECONDS - begun)) s: $RUN_DIR"
     fi
     if [ -t 1 ] && [ -f "$RUN_DIR/version" ]; then

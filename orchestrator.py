@@ -94,7 +94,9 @@ async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
 
     async def generate(prompt):
         shared = not r.versions and prompt == r.state["prompt"]
-        choice = (await first)[i] if shared else (await sample(client, prompt, 1, server, **sampling))[0]
+        choice = (
+            (await asyncio.shield(first))[i] if shared else (await sample(client, prompt, 1, server, **sampling))[0]
+        )
         message, prompt_ids, ids, logps, finish_reason, versions = choice
         if len(ids) != len(logps) or not all(-1e4 < x < 1e-3 for x in logps):
             raise ValueError(f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
@@ -135,8 +137,8 @@ class Order:
     """HACK HERE: which row comes next, a function of (seed, index). ledger: {"next": int, "open": uncommitted}."""
 
     def __init__(self, rows, seed, ledger):
-        self.rows, self.seed, self.next, self.again, self.lost = rows, seed, ledger["next"], sorted(ledger["open"]), 0
-        self.open = set(ledger["open"])
+        self.rows, self.seed, self.epochs, self.lost = rows, seed, {}, 0
+        self.next, self.open, self.again = ledger["next"], set(ledger["open"]), sorted(ledger["open"])
 
     def take(self):
         """-> index, row number, row. Indices that a killed run had open come first."""
@@ -145,8 +147,9 @@ class Order:
             self.again, self.next = [self.next], self.next + 1
         index = self.again.pop(0)
         epoch, i = divmod(index, len(self.rows))
-        number = random.Random(f"{self.seed}:{epoch}").sample(range(len(self.rows)), len(self.rows))[i]
-        return index, number, self.rows[number]
+        if epoch not in self.epochs:
+            self.epochs[epoch] = random.Random(f"{self.seed}:{epoch}").sample(range(len(self.rows)), len(self.rows))
+        return index, self.epochs[epoch][i], self.rows[self.epochs[epoch][i]]
 
 
 async def make_batch(n, env, client, order, slots, cfg):

@@ -88,6 +88,34 @@ def test_gspo_has_the_gradient_of_its_paper(sign, make_cfg):
     np.testing.assert_allclose(logp.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
+# TRL 1.16.0's GRPOTrainer._compute_loss on the same numbers (its names: cispo; dapo; dapo with delta; dr_grpo; grpo with
+# importance_sampling_level="sequence"): the loss, then its gradient on each of the seven tokens.
+TRL = {
+    "cispo": (0.4807455692620833, [-0.1884252881, -0.0766080053, -0.1263052478, -0.5714285714,
+                                   0.0634987046, 0.0995857922, 0.4285714286]),
+    "grpo": (0.1912137504279583, [0, -0.0766080053, -0.1263052478, 0, 0, 0.0995857922, 0.5185412112]),
+    "grpo+delta": (0.015529682049705729, [0, -0.0766080053, -0.1263052478, 0, 0, 0.0995857922, 0]),
+    "dr_grpo": (0.04582800790611588, [0, -0.0167580012, -0.027629273, 0, 0, 0.0217843921, 0.11343089]),
+    "gspo": (-0.09999495461668018, [0, 0, 0, 0, 0.1000550151, 0.1000550151, 0.1000550151]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", TRL)
+def test_losses_equal_trls(loss, make_cfg):
+    name, _, extra = loss.partition("+")
+    cfg = make_cfg(f"trainer.loss={name}", *["trainer.delta=4.0"] * bool(extra)).trainer
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5], dtype=torch.float64)
+    shift = torch.tensor([0.5, -0.4, 0.1, 2.0, -0.3, 0.15, 1.8], dtype=torch.float64)
+    logp = (old + shift * (1e-3 if name == "gspo" else 1)).requires_grad_()
+    adv = torch.tensor([0.8] * 4 + [-0.6] * 3, dtype=torch.float64)
+    sample_N, mask = torch.tensor([0] * 4 + [1] * 3), torch.ones(7, dtype=torch.bool)
+    loss_N, _ = trainer.compute_loss(logp, old, adv, mask, sample_N, None, None, cfg)
+    value = loss_N.sum() / {"gspo": 2, "dr_grpo": 2 * 16}.get(name, 7)
+    value.backward()
+    assert value.item() == pytest.approx(TRL[loss][0], abs=1e-9)
+    np.testing.assert_allclose(logp.grad.numpy(), TRL[loss][1], atol=1e-9)
+
+
 def test_losses_stay_finite_for_any_ratio(make_cfg):
     for name in ("cispo", "grpo", "dr_grpo", "dppo", "icepop", "gspo", "sft"):
         cfg = make_cfg(f"trainer.loss={name}").trainer
