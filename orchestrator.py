@@ -84,9 +84,6 @@ async def sample(client, prompt, n, server, version=None, **override):
     return choices
 
 
-SEEN = set()  # each kind of error is printed once, then only counted
-
-
 async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
     """A rollout from prompt to reward; its first turn is choice i of the group's request `first`. User code and HTTP
     may fail here and nowhere else: the rollout is then lost, and counted by the error's name."""
@@ -116,9 +113,9 @@ async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
         raise
     except Exception as e:
         r.error = type(e).__name__
-        if r.error not in SEEN:
+        if r.error not in client.seen:  # each kind is printed once, then only counted
             traceback.print_exc()
-        SEEN.add(r.error)
+        client.seen.add(r.error)
     if r.truncated and r.reward is not None and cfg.orchestrator.zero_truncated_completions:
         r.reward = 0.0
     return r

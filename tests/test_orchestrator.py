@@ -73,7 +73,6 @@ def run(tmp_path, models, fake_servers, monkeypatch):
 
         thread = threading.Thread(target=train)
         thread.start()
-        orchestrator.SEEN.clear()
         try:
             asyncio.run(orchestrator.run(cfg))
         except BaseExceptionGroup as e:

@@ -88,8 +88,8 @@ def test_gspo_has_the_gradient_of_its_paper(sign, make_cfg):
     np.testing.assert_allclose(logp.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-# TRL 1.16.0's GRPOTrainer._compute_loss on the same numbers (its names: cispo; dapo; dapo with delta; dr_grpo; grpo with
-# importance_sampling_level="sequence"): the loss, then its gradient on each of the seven tokens.
+# TRL 1.16.0's GRPOTrainer._compute_loss on the same numbers (its names: cispo, dapo, dapo with delta, dr_grpo, grpo
+# with importance_sampling_level="sequence"): the loss, then its gradient on each of the seven tokens.
 TRL = {
     "cispo": (0.4807455692620833, [-0.1884252881, -0.0766080053, -0.1263052478, -0.5714285714,
                                    0.0634987046, 0.0995857922, 0.4285714286]),

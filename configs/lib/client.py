@@ -22,6 +22,7 @@ class Client:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
         if cfg.run.chat_template:
             self.tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+        self.seen = set()  # names of the errors that were printed
         self.attempt = uuid.uuid4().hex[:8]  # a restarted trainer reaches a version again, with other weights
 
     async def follow(self, path, timeout_s):
