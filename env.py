@@ -10,6 +10,7 @@ A rollout is a dict, the state: prompt, completion (messages), answer, info, tas
 """
 
 import asyncio
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -32,8 +33,9 @@ class Rubric:
 
     def __init__(self, funcs=(), weights=None):
         self.funcs, self.weights = list(funcs), list(weights or [1.0] * len(funcs))
-        if len(self.funcs) != len(self.weights):
-            raise ValueError(f"Rubric: {len(self.funcs)} funcs, {len(self.weights)} weights")
+        names = [f.__name__ for f in self.funcs]
+        if len(set(names)) != len(self.weights):
+            raise ValueError(f"Rubric: {len(self.weights)} weights for {len(set(names))} distinct functions: {names}")
 
     async def score(self, state):
         """HACK HERE -> reward, {function name: value}."""
@@ -53,17 +55,16 @@ class SingleTurnEnv:
         self.dataset, self.eval_dataset, self.rubric = dataset, eval_dataset, rubric or Rubric()
         self.system_prompt, self.parser = system_prompt, parser
         for name, rows in {"dataset": dataset, "eval_dataset": eval_dataset or dataset}.items():
-            for i, row in enumerate(rows):
+            for i, row in enumerate(rows or [None]):
                 if not isinstance(row, dict) or not (row.get("prompt") or row.get("question")):
                     raise ValueError(f"{name}[{i}] has neither 'prompt' nor 'question': {str(row)[:200]}")
-            if not len(rows):
-                raise ValueError(f"{name} is empty")
 
     def start(self, row):
         """-> the state of a new rollout."""
         prompt = row.get("prompt") or [{"role": "user", "content": row["question"]}]
         if self.system_prompt and not isinstance(prompt, str):
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        prompt = copy.deepcopy(prompt)  # a rollout may change its own
         about = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info", {}), "task": row}
         return about | {"completion": [], "turn": 0, "parser": self.parser}
 

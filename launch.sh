@@ -44,11 +44,15 @@ export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 RESOLVED=$("$PY" configs/lib/runtime.py "$CONFIG" "$@") || exit 2
 eval "$RESOLVED" # MODEL PREPARE RUN_DIR DTYPE MAX_LEN SEED TEMPLATE INF_GPUS TRAIN_GPUS TP PORT LORA STALENESS RANK_LORA URLS ARGS
 LOGS=$RUN_DIR/logs
-export ROLEMODEL_RUN_ID ROLEMODEL_EXIT_FILE=$RUN_DIR/exit.json
-ROLEMODEL_RUN_ID=$(basename "$RUN_DIR")-$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')
+export ROLEMODEL_EXIT_FILE=$RUN_DIR/exit.json
+: "${ROLEMODEL_RUN_ID:=$(basename "$RUN_DIR")-$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')}" # servers are called so
 export DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True
-export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} TOKENIZERS_PARALLELISM=false VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
+export ROLEMODEL_RUN_ID TOKENIZERS_PARALLELISM=false VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 ulimit -n "$(ulimit -Hn)" 2>/dev/null
+if [ ${#URLS[@]} -eq 0 ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; else INF_GPUS=0; fi
+exec 9>"$RUN_DIR/.lock"
+flock -n 9 || { echo "[launch] exit=2 $RUN_DIR belongs to a run under way: choose another run_name" >&2; exit 2; }
+mv "$RUN_DIR/config.toml.new" "$RUN_DIR/config.toml"
 rm -f "$RUN_DIR/version" "$RUN_DIR/exit.json" "$RUN_DIR/eval_hold"
 
 # --- devices -----------------------------------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ declare -A PID
 start() { # name, log, command...
     local name=$1 log=$2; shift 2
     echo "=== $(date -Is) $*" >>"$log"
-    setsid "$@" >>"$log" 2>&1 &
+    setsid "$@" >>"$log" 2>&1 9>&- &
     PID[$name]=$!
 }
 sweep() { # whatever carries this run's id in its environment
@@ -112,7 +116,7 @@ if [ ${#URLS[@]} -eq 0 ]; then
         fi
         URLS+=("http://127.0.0.1:$port")
         flags=(--model "$MODEL" --host 127.0.0.1 --port "$port" --served-model-name "$ROLEMODEL_RUN_ID" --dtype "$DTYPE"
-            --max-model-len "$MAX_LEN" --seed "$SEED" --logprobs-mode processed_logprobs
+            --max-model-len "$MAX_LEN" --seed "$SEED" --logprobs-mode processed_logprobs --scheduling-policy priority
             --worker-extension-cls configs.lib.broadcast.WeightReceiver ${TEMPLATE:+--chat-template "$TEMPLATE"} "${ARGS[@]}")
         [ "$LORA" = 1 ] && flags+=(--enable-lora --max-lora-rank "$RANK_LORA" --max-loras $((STALENESS + 2)))
         log=$LOGS/inference.log; [ "$i" = 0 ] || log=$LOGS/inference$i.log

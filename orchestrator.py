@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from configs.lib.batch import resume, save_batch
+from configs.lib.checkpoint import identity
 from configs.lib.client import Client
 from configs.lib.evaluate import evaluate_when_due
 from configs.lib.metrics import rollout_metrics
@@ -37,12 +38,12 @@ class Rollout:
     reward: float | None = None  # None: unscored
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
+    trainable: bool = False  # has sampled tokens that are not masked
     forks: int = 0
     error: str = ""
 
 
-class Truncated(Exception):
-    """No token is left for another turn."""
+class Truncated(Exception): ...  # no token is left for another turn
 
 
 def extend_or_fork(samples, prompt_ids, ids, logps, turn):
@@ -74,8 +75,7 @@ async def sample(client, prompt, n, server, version=None, **override):
     body["model"] = f"{client.run_id}-v{live if version is None else version}" if cfg.sends_adapters else client.run_id
     chat = {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
     body |= {"prompt": prompt, "logprobs": 0} if is_text else chat
-    path = "/completions" if is_text else "/chat/completions"
-    reply, choices = await client.post(server, path, body), []
+    reply, choices = await client.post(server, "/completions" if is_text else "/chat/completions", body), []
     for c in sorted(reply["choices"], key=lambda c: c["index"]):
         logps = c["logprobs"]["token_logprobs"] if is_text else [x["logprob"] for x in c["logprobs"]["content"]]
         message = c["text"] if is_text else {"role": "assistant", "content": c["message"]["content"] or ""}
@@ -84,13 +84,13 @@ async def sample(client, prompt, n, server, version=None, **override):
     return choices
 
 
-async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
-    """A rollout from prompt to reward; its first turn is choice i of the group's request `first`. User code and HTTP
-    may fail here and nowhere else: the rollout is then lost, and counted by the error's name."""
+async def run_rollout(env, row, client, first, prompt_G, i, server, cfg, **sampling):
+    """A rollout from prompt to reward; its first turn is choice i of the group's request `first`, if it asks prompt_G.
+    User code and HTTP may fail here and nowhere else: the rollout is then lost, and counted by the error's name."""
     r = Rollout(env.start(row))
 
     async def generate(prompt):
-        shared = not r.versions and prompt == r.state["prompt"]
+        shared = not r.versions and prompt == prompt_G
         choice = (
             (await asyncio.shield(first))[i] if shared else (await sample(client, prompt, 1, server, **sampling))[0]
         )
@@ -116,6 +116,8 @@ async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
         if r.error not in client.seen:  # each kind is printed once, then only counted
             traceback.print_exc()
         client.seen.add(r.error)
+    r.trainable = any(any(s["mask"]) for s in r.samples)
+    r.trainable &= not (r.truncated and cfg.orchestrator.mask_truncated_completions)
     if r.truncated and r.reward is not None and cfg.orchestrator.zero_truncated_completions:
         r.reward = 0.0
     return r
@@ -123,8 +125,13 @@ async def run_rollout(env, row, client, first, i, server, cfg, **sampling):
 
 async def run_group(env, row, client, n, server, cfg, **sampling):
     """n rollouts of one row. Their first turn is one request: one prompt, one cache fill."""
-    first = asyncio.ensure_future(sample(client, env.start(row)["prompt"], n, server, **sampling))
-    return await asyncio.gather(*(run_rollout(env, row, client, first, i, server, cfg, **sampling) for i in range(n)))
+    prompt_G = env.start(row)["prompt"]
+    first = asyncio.ensure_future(sample(client, prompt_G, n, server, **sampling))
+    jobs = [run_rollout(env, row, client, first, prompt_G, i, server, cfg, **sampling) for i in range(n)]
+    try:
+        return await asyncio.gather(*jobs)
+    finally:
+        first.cancel()  # nobody is left to read it
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -165,7 +172,7 @@ async def make_batch(n, env, client, order, slots, cfg):
             if len(client.tokenize(env.start(row)["prompt"])) <= limit:
                 async with slots:
                     rollouts = await run_group(env, row, client, o.rollouts_per_example, index, cfg)
-                reason = judge(rollouts, o)
+                reason = judge(rollouts)
             groups.append((index, number, rollouts, reason))
             order.lost = order.lost + 1 if reason else 0
             if order.lost > 10 * num_groups:
@@ -178,18 +185,14 @@ async def make_batch(n, env, client, order, slots, cfg):
     return sorted(groups, key=lambda group: group[0])
 
 
-def trainable(r, o):
-    return any(any(s["mask"]) for s in r.samples) and not (r.truncated and o.mask_truncated_completions)
-
-
-def judge(rollouts, o):
+def judge(rollouts):
     """Why a group has nothing to teach, or ""."""
     rewards = [r.reward for r in rollouts if r.reward is not None]
     if len(rewards) < 2:
         return "failed: " + ", ".join(sorted({r.error for r in rollouts}))
     if len(set(rewards)) == 1:
         return f"flat at reward {rewards[0]:.3g}"
-    return "" if any(trainable(r, o) for r in rollouts if r.reward is not None) else "empty or masked"
+    return "" if any(r.trainable for r in rollouts if r.reward is not None) else "empty or masked"
 
 
 def commit_batch(n, groups, order, run_dir, cfg):
@@ -211,11 +214,11 @@ def commit_batch(n, groups, order, run_dir, cfg):
             lines.append({"step": n, "version": min(r.versions, default=None)} | about | talk)
             for s in r.samples if id(r) in advantage else ():
                 more = {"age": n - min(r.versions), "temperature": cfg.sampling.temperature}
-                samples.append(about | more | s | ({} if trainable(r, o) else {"mask": [0] * len(s["mask"])}))
+                samples.append(about | more | s | ({} if r.trainable else {"mask": [0] * len(s["mask"])}))
     with open(run_dir / "rollouts.jsonl", "a") as f:
         f.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     order.open -= {index for index, *_ in groups}
-    info = {"run": cfg.run.run_name, "step": n, "max_staleness": o.max_staleness, "rollouts": len(advantage)}
+    info = {"run": identity(cfg), "step": n, "max_staleness": o.max_staleness, "rollouts": len(advantage)}
     info |= {"max_tokens": cfg.sampling.max_tokens, "advantage": cfg.trainer.advantage}
     info |= {"dropped": {index: reason for index, _, _, reason in groups if reason}}
     info |= {"ledger": {"next": order.next, "open": sorted(order.open)}, "metrics": rollout_metrics(groups, samples)}
@@ -231,7 +234,7 @@ async def run(cfg):
     if cfg.eval.every and not env.eval_dataset:
         raise RunError(2, f"eval.every = {cfg.eval.every}, but the environment {cfg.env.id!r} has no eval_dataset")
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))  # for blocking reward functions
-    start, ledger = resume(run_dir)
+    start, ledger = resume(run_dir, cfg)
     client, order = Client(cfg), Order(env.dataset, cfg.run.seed, ledger)
     slots = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example)
 
@@ -250,9 +253,5 @@ async def run(cfg):
             batch = tasks.create_task(produce(n, batch))
 
 
-def main(argv):
-    asyncio.run(run(arguments(__doc__, argv)[0]))
-
-
 if __name__ == "__main__":
-    run_role("orchestrator", main)
+    run_role("orchestrator", lambda argv: asyncio.run(run(arguments(__doc__, argv)[0])))

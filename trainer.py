@@ -10,7 +10,6 @@
     torchrun --nproc-per-node 2 trainer.py config.toml                                # launch.sh does this
     torchrun trainer.py config.toml --replay outputs/run/batches trainer.loss=grpo    # saved batches, no server
 
-Left out: a critic and GAE, tensor and pipeline parallelism, mixture-of-experts models.
 Shapes: N loss tokens, T packed tokens, S samples, G rollouts of a group, D hidden, V vocabulary.
 logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); ref_logp: the KL reference.
 """
@@ -30,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from configs.lib.attention import packed_attention
 from configs.lib.batch import Batch, load_batch, replace_advantages
 from configs.lib.broadcast import WeightSender
-from configs.lib.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_final
+from configs.lib.checkpoint import identity, latest_checkpoint, load_checkpoint, save_checkpoint, write_final
 from configs.lib.metrics import log_step, speed
 from configs.lib.runtime import RunError, arguments, cut_lines, run_directory, run_role, start_distributed
 
@@ -56,6 +55,10 @@ def add_lora(model, cfg):
         if not matched:
             there = sorted({name.split(".")[-1] for name in linear})
             raise RunError(2, f"trainer.lora_target_modules: {target!r} matches no linear layer; there are {there}")
+        if any(m.weight is model.get_input_embeddings().weight for m in matched):
+            raise RunError(
+                2, f"trainer.lora_target_modules: {target!r} is tied to the embedding, which cannot be merged"
+            )
         for m in matched:
             m.__class__, m.scale, m.dropout = LoRALinear, cfg.lora_alpha / cfg.lora_rank, cfg.lora_dropout
             m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(cfg.lora_rank, m.in_features), a=math.sqrt(5)))
@@ -110,10 +113,11 @@ def build_policy(cfg, device, world):
     policy = Policy(model).train().to("cpu" if offload else device)
     if world == 1 and t.dtype == "fp32" and not offload:
         return policy  # nothing to shard, nothing to cast
-    precision = MixedPrecisionPolicy(param_dtype=DTYPES[t.dtype], reduce_dtype=torch.float32)
-    how = {"mesh": dist.init_device_mesh(device.type, (world,)), "mp_policy": precision, "reshard_after_forward": True}
-    for module in (*model.base_model.layers, policy):
-        fully_shard(module, **how, offload_policy=CPUOffloadPolicy() if offload else OffloadPolicy())
+    how = {"mesh": dist.init_device_mesh(device.type, (world,)), "reshard_after_forward": True}
+    how["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
+    for module in (*model.base_model.layers, policy):  # the root's own inputs hold temperatures: not to be rounded
+        precision = MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
+        fully_shard(module, mp_policy=precision, **how)
         module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     return policy
@@ -354,8 +358,7 @@ def main(argv):
     ref = [local(p.detach()).clone() for p in params] if t.beta else None  # LoRA's starts at B = 0: the base model
     step, last, streak = 0, min(cfg.run.max_steps, len(replay) or cfg.run.max_steps), 0
     if found := latest_checkpoint(run_dir):
-        load_checkpoint(found, policy, ref, optimizer, cfg, rank)
-        step = int(found.name[5:])
+        step = load_checkpoint(found, policy, ref, optimizer, cfg, rank)
     cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < step, rank)
     sender = WeightSender(cfg, run_dir, device) if rank == 0 and not replay else None
     if not replay:
@@ -363,7 +366,7 @@ def main(argv):
     while step < last:
         started = time.perf_counter()
         path = replay[step] if replay else run_dir / "batches" / f"step_{step:06d}.safetensors"
-        batch = load_batch(path, rank, device, t.batch_timeout_s, None if replay else (cfg.run.run_name, step))
+        batch = load_batch(path, rank, device, t.batch_timeout_s, None if replay else (identity(cfg), step))
         waited, info = time.perf_counter() - started, batch.info
         if replay and t.advantage != info.get("advantage", t.advantage):
             batch = replace_advantages(batch, compute_advantages, t.advantage)
@@ -380,9 +383,7 @@ def main(argv):
             log_step(run_dir, step - 1, last, metrics, started, waited)
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank)
-    tensors = dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora))
-    if rank == 0:
-        write_final(run_dir, tensors, policy.model, cfg)
+    write_final(run_dir, dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)), policy.model, cfg, rank)
     dist.destroy_process_group()
 
 

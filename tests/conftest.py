@@ -207,7 +207,8 @@ class VLLM:
             "127.0.0.1",
         ]
         command += ["--port", str(self.port), "--served-model-name", self.name, "--dtype", dtype, "--enforce-eager"]
-        command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs", *flags]
+        command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs"]
+        command += ["--scheduling-policy", "priority", *flags]
         command += ["--worker-extension-cls", receiver]
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}

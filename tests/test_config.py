@@ -250,6 +250,12 @@ def test_launch_refuses_within_seconds(override, tmp_path):
     assert seconds < 6 and not (tmp_path / "out").exists()
 
 
+def test_overrides_add_to_open_tables(tmp_path):
+    cfg = load(tmp_path, VF_RL, "env.args.num=3", "env.args.name=word", "inference.args.enforce_eager=true")
+    assert cfg.env.args == {"max_turns": 10, "num": 3, "name": "word"}
+    assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enforce_eager": True}
+
+
 def test_no_file_and_no_toml(tmp_path):
     for text in (None, "model = ", "\xff"):
         if text:
@@ -287,7 +293,7 @@ def test_resolved_configuration_says_the_same(tmp_path):
         command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": str(path_of_python())}
     )
     assert done.returncode == 0, done.stderr
-    again, first = load_config(tmp_path / "wiki-search" / "config.toml"), load(tmp_path, VF_RL)
+    again, first = load_config(tmp_path / "wiki-search" / "config.toml.new"), load(tmp_path, VF_RL)
     assert (
         again.trainer == first.trainer._replace(beta=0.5)
         and again.env == first.env

@@ -81,10 +81,12 @@ def test_bad_rows_are_named():
         SingleTurnEnv([*ROWS, {"answer": "x"}])
     with pytest.raises(ValueError, match=r"eval_dataset\[0\] has neither"):
         SingleTurnEnv(ROWS, ["text"])
-    with pytest.raises(ValueError, match="dataset is empty"):
+    with pytest.raises(ValueError, match=r"dataset\[0\] has neither .* None"):
         SingleTurnEnv([])
-    with pytest.raises(ValueError, match="1 funcs, 2 weights"):
+    with pytest.raises(ValueError, match="2 weights for 1 distinct"):
         Rubric([len], [1, 2])
+    with pytest.raises(ValueError, match="2 weights for 1 distinct"):
+        Rubric([lambda: 1, lambda: 0])
 
 
 def test_environments_load_by_name(tmp_path):

@@ -84,6 +84,9 @@ def run(tmp_path, models, fake_servers, monkeypatch):
             thread.join()
         return run_dir
 
+    from transformers import AutoTokenizer
+
+    go.run_dir, go.tokenizer = tmp_path / "run", AutoTokenizer.from_pretrained(models["untied"])
     return go
 
 
@@ -134,6 +137,21 @@ def test_multi_turn_forks_only_where_the_template_drops_history(run, tmp_path):
         rollouts = lines(run_dir / "rollouts.jsonl")
         assert all(len(r["completion"]) == 7 for r in rollouts)  # four answers, three replies
         assert all(s["turn"] == i % num_samples for i, s in enumerate(batch.samples))
+
+
+def test_a_prompt_made_in_setup_state_is_what_is_sampled_from(run):
+    for r in lines(run(1, '{ kind = "own prompt" }') / "rollouts.jsonl"):
+        assert r["prompt"][0]["content"].startswith("changed") and not r["error"]
+    for row in all_batches(tmp := run.run_dir)[0].tokens.split(all_batches(tmp)[0].sample_lens.tolist()):
+        text = run.tokenizer.decode(row[:9].tolist())
+        assert text.startswith("<|user|>changed"), text
+
+
+def test_batches_of_another_configuration_are_refused(run):
+    run(1, '{ kind = "noise" }')
+    with pytest.raises(RunError, match="was made with .*'seed': 0.*choose another run_name") as e:
+        run(1, '{ kind = "noise" }', "seed=3")
+    assert e.value.code == 2
 
 
 def test_context_that_ends_truncates(run):
@@ -329,6 +347,16 @@ def test_resume_continues_the_same_order(launched, tmp_path):
 
 
 @pytest.mark.slow
+def test_servers_that_run_elsewhere(launched, fake_servers):
+    """inference.urls: launch.sh starts no server; the run is called what the server is called."""
+    url = fake_servers()
+    httpx.post(f"{url}/fake", json={})
+    _, run_dir = launched(2, '{ kind = "noise" }', f'inference.urls=["{url}"]', ROLEMODEL_RUN_ID="run")
+    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == [0, 1]
+    assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.slow
 def test_a_run_that_cannot_learn_exits_4(launched):
     done, run_dir = launched(3, '{ kind = "constant" }', "trainer.gpus=2", check=False)
     assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]
@@ -339,15 +367,12 @@ def test_a_run_that_cannot_learn_exits_4(launched):
 
 
 def test_judge():
-    from types import SimpleNamespace
-
-    o = SimpleNamespace(mask_truncated_completions=True)
-    r = orchestrator.Rollout({}, [{"mask": [0, 1]}], reward=1.0)
-    assert "flat" in orchestrator.judge([r, r], o)
-    assert "failed" in orchestrator.judge([r, orchestrator.Rollout({}, error="X")], o)
-    masked = orchestrator.Rollout({}, [{"mask": [0, 1]}], reward=0.0, truncated=True)
-    assert not orchestrator.judge([r, masked], o)
-    assert orchestrator.judge([masked, orchestrator.Rollout({}, [{"mask": [0]}], reward=2.0)], o) == "empty or masked"
+    good, none = orchestrator.Rollout({}, reward=1.0, trainable=True), orchestrator.Rollout({}, error="X")
+    bad, masked = orchestrator.Rollout({}, reward=0.0, trainable=True), orchestrator.Rollout({}, reward=0.5)
+    assert "flat" in orchestrator.judge([good, good, none])
+    assert orchestrator.judge([good, none]) == "failed: , X" and not orchestrator.judge([good, bad, none])
+    assert not orchestrator.judge([good, masked])
+    assert orchestrator.judge([masked, orchestrator.Rollout({}, reward=0.7)]) == "empty or masked"
 
 
 def test_config_of_the_tests_loads(tmp_path):

@@ -441,7 +441,8 @@ def test_two_ranks_are_one(mode, make_cfg, batches, tmp_path):
 
 
 @pytest.mark.slow
-def test_resume_is_bit_for_bit(make_cfg, batches, tmp_path):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resume_is_bit_for_bit(ranks, make_cfg, batches, tmp_path):
     make_cfg()
     saved = batches(6)
     args = [
@@ -453,12 +454,13 @@ def test_resume_is_bit_for_bit(make_cfg, batches, tmp_path):
         "checkpoint.every=2",
     ]
     args += ["trainer.ref_sync_steps=2", "max_steps=6", "checkpoint.keep=9"]
-    run_trainer(tmp_path / "test.toml", *args, f"output_dir={tmp_path}/a")
+    args += ["trainer.dtype=bf16"] * (ranks > 1)  # with FSDP2 and the reference in shards
+    run_trainer(tmp_path / "test.toml", *args, f"output_dir={tmp_path}/a", ranks=ranks)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     run = tmp_path / "b" / "test-replay-cispo"
     for name in ("step_000004", "step_000006"):
         shutil.rmtree(run / "checkpoints" / name)
-    run_trainer(tmp_path / "test.toml", *args, f"output_dir={tmp_path}/b")
+    run_trainer(tmp_path / "test.toml", *args, f"output_dir={tmp_path}/b", ranks=ranks)
     for file in ("checkpoints/step_000006/policy.safetensors", "checkpoints/step_000006/adam.safetensors",
                  "checkpoints/step_000006/ref.safetensors", "final/adapter_model.safetensors"):  # fmt: skip
         a, b = (load_file(tmp_path / x / "test-replay-cispo" / file) for x in "ab")
@@ -519,6 +521,22 @@ def test_final_loads_in_transformers_and_peft(lora, make_cfg, batches, tmp_path)
     ours, theirs = policy(micro)[0], log_p[micro["index_N"], micro["target_N"]]
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     assert (ours - untrained).abs().max() > 1e-3
+
+
+def test_lora_on_a_tied_head_is_refused(make_cfg, models):
+    cfg = make_cfg(*LORA, 'trainer.lora_target_modules=["lm_head"]', model=models["tied"])
+    with pytest.raises(RunError, match="'lm_head' is tied to the embedding"):
+        trainer.build_policy(cfg, CPU, 1)
+
+
+def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
+    """FSDP2 casts inputs to the compute dtype; 0.6 would become 0.6016 and bias every ratio."""
+    seen = []
+    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16"), CPU, 1)
+    policy.head, head = lambda *x: seen.append(x[2]) or head(*x), policy.head
+    batch = batch_of(tmp_path, [make_samples(1)[0] | {"temperature": 0.6}])
+    policy(trainer.collate(batch, [0], CPU))
+    assert seen[0].dtype == torch.float32 and set(seen[0].tolist()) == {torch.tensor(0.6).item()}
 
 
 def test_replay_recomputes_advantages(make_cfg, tmp_path):

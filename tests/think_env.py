@@ -21,6 +21,11 @@ class Turns(MultiTurnEnv):
         return [{"role": "user", "content": f"turn {state['turn']}"}]
 
 
+class OwnPrompt(MultiTurnEnv):
+    def setup_state(self, state):
+        state["prompt"][0]["content"] = f"changed {random.random():.3f}"
+
+
 def letters(completion):
     """Equal for two random answers one time in five."""
     return sum(map(ord, completion[-1]["content"])) % 5
@@ -40,6 +45,8 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
     rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num_rows)]
     if kind == "turns":
         return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
+    if kind == "own prompt":
+        return OwnPrompt(rows, max_turns=1, rubric=Rubric([letters]))
     if kind == "text":
         rows = [{"prompt": f"{prompt} {i}"} for i in range(num_rows)]
         return SingleTurnEnv(rows, rows[:3], rubric=Rubric([text_letters]))

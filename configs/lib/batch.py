@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save_file
 
-from configs.lib.checkpoint import latest_checkpoint
+from configs.lib.checkpoint import identity, latest_checkpoint
 from configs.lib.runtime import RunError, cut_lines
 
 Batch = namedtuple("Batch", "tokens loss_mask old_logp advantages sample_lens samples info")  # [T] x 4, [S], metadata
@@ -34,7 +34,7 @@ def save_batch(path, samples, info):
 def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
     """Rank 0 waits for the file and reads it; other ranks, maybe on other machines, get its bytes from rank 0.
 
-    expected: (run, step) of a batch just made. Raises RunError 4 for what must never reach the optimizer."""
+    expected: (identity(cfg), step) of this run's own batch. Raises RunError for what must never be trained on."""
     blob, deadline = b"", time.monotonic() + timeout_s
     while rank == 0 and not path.exists():
         if time.monotonic() > deadline:
@@ -54,11 +54,12 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
         raise RunError(4, f"{path}: columns of {sizes} tokens, {len(batch.samples)} samples of {lens.sum()} tokens")
     if not (batch.old_logp + batch.advantages).isfinite().all() or batch.loss_mask[lens.cumsum(0) - lens].any():
         raise RunError(4, f"{path}: old_logp or advantages not finite, or loss_mask on a sample's first token")
-    oldest, info = max((s.get("age", 0) for s in batch.samples), default=0), batch.info
-    if expected and ((info["run"], info["step"]) != expected or oldest > info["max_staleness"]):
-        raise RunError(
-            4, f"{path} is batch {info['step']} of run {info['run']!r}, {oldest} versions old; not {expected}"
-        )
+    if expected and batch.info["run"] != expected[0]:
+        other = {key: value for key, value in batch.info["run"].items() if value != expected[0].get(key)}
+        raise RunError(2, f"{path} was made with {other}: choose another run_name, or remove {path.parent}")
+    oldest = max((s.get("age", 0) for s in batch.samples), default=0)
+    if expected and (batch.info["step"] != expected[1] or oldest > batch.info["max_staleness"]):
+        raise RunError(4, f"{path} holds batch {batch.info['step']}, {oldest} versions old")
     return batch
 
 
@@ -73,14 +74,14 @@ def replace_advantages(batch, compute_advantages, name):
     return batch._replace(advantages=adv_S.repeat_interleave(batch.sample_lens))
 
 
-def resume(run_dir):
+def resume(run_dir, cfg):
     """-> number of the next batch, ledger. Batches committed since the checkpoint are trained again as they are."""
     found, ledger = latest_checkpoint(run_dir), {"next": 0, "open": []}
     n = step = int(found.name[5:]) if found else 0
     if found:
         ledger = json.loads((found / "state.json").read_text())["ledger"]
     while (path := run_dir / "batches" / f"step_{n:06d}.safetensors").exists():
-        ledger, n = load_batch(path).info["ledger"], n + 1
+        ledger, n = load_batch(path, expected=(identity(cfg), n)).info["ledger"], n + 1
     cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
     cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= step)
     return n, ledger

@@ -213,6 +213,7 @@ class Servers:
     def score(self, model, rows):
         """Each server's logprobs of rows of token ids, from the second id of each row on -> [[float]]."""
         body = {"model": model, "prompt": rows, "prompt_logprobs": 0, "max_tokens": 1, "cache_salt": str(time.time())}
+        body["priority"] = -1  # before all rollouts that wait
         scores = []
         for reply in self.post_all("/v1/completions", body):
             found = [choice["prompt_logprobs"] for choice in sorted(reply["choices"], key=lambda c: c["index"])]

@@ -8,6 +8,7 @@ import shutil
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 from configs.lib.runtime import RunError
 
@@ -53,7 +54,13 @@ def identity(cfg):
     """What must not change between a run and its resumption."""
     t = cfg.trainer
     lora = [t.lora_rank, t.lora_alpha, list(t.lora_target_modules)] if t.use_lora else None
-    return {"model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": [cfg.env.id, cfg.env.args]}
+    return {
+        "run": cfg.run.run_name,
+        "model": cfg.run.model,
+        "seed": cfg.run.seed,
+        "lora": lora,
+        "env": [cfg.env.id, cfg.env.args],
+    }
 
 
 def options(**more):
@@ -64,7 +71,7 @@ def save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank):
     """Full tensors of the trained parameters, of Adam and of the reference (a list, or None) on rank 0, so that any
     world size loads them, and the orchestrator's ledger after the last batch. Then the oldest go. Collective."""
     model, optim = dcp.get_state_dict(policy, optimizer, options=options(cpu_offload=True))
-    frozen = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in ref or ()]
+    frozen = [full_like(r, p) for r, p in zip(ref or (), trained(policy).values())]
     if rank == 0:
         adam = {f"{k}/{kind}": v for k, kinds in optim["state"].items() for kind, v in kinds.items()}
         files = {"policy": model, "adam": adam, "ref": {str(i): t.cpu() for i, t in enumerate(frozen)}}
@@ -75,7 +82,7 @@ def save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank):
 
 
 def load_checkpoint(path, policy, ref, optimizer, cfg, rank):
-    """In place. Rank 0 reads and verifies, the others get their shards from it. Raises RunError 2 where the
+    """In place -> step. Rank 0 reads and verifies, the others get their shards from it. Raises RunError 2 where the
     configuration differs in what the tensors depend on, 6 for damaged files."""
     files, state = read_directory(path) if rank == 0 else ({}, {})
     if rank == 0 and state["config"] != identity(cfg):
@@ -89,14 +96,25 @@ def load_checkpoint(path, policy, ref, optimizer, cfg, rank):
     if ref:  # through the parameters, which know how to shard
         load_parameters(policy, ref, files.get("ref", {}), how)
     dcp.set_state_dict(policy, optimizer, model_state_dict=files.get("policy", {}), optim_state_dict=optim, options=how)
+    return int(path.name.removeprefix("step_"))
 
 
 def load_parameters(policy, ref, tensors, how):
-    trained = {name: p for name, p in policy.named_parameters() if p.requires_grad}
-    values = {name: tensors[str(i)] for i, name in enumerate(trained)} if tensors else {}
+    values = {name: tensors[str(i)] for i, name in enumerate(trained(policy))} if tensors else {}
     dcp.set_model_state_dict(policy, values, options=how)
-    for frozen, p in zip(ref, trained.values()):
-        frozen.copy_(p.detach())
+    for frozen, p in zip(ref, trained(policy).values()):
+        frozen.copy_(p.detach().to_local() if isinstance(p, DTensor) else p.detach())
+
+
+def trained(policy):
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
+
+
+def full_like(shard, p):
+    """A rank's part of a tensor that is sharded like p -> the whole. Collective."""
+    if not isinstance(p, DTensor):
+        return shard
+    return DTensor.from_local(shard, p.device_mesh, p.placements, shape=p.shape, stride=p.stride()).full_tensor()
 
 
 def write_adapter(path, tensors, cfg, model):
@@ -108,10 +126,12 @@ def write_adapter(path, tensors, cfg, model):
     (path / "adapter_config.json").write_text(json.dumps(about | {"target_modules": cfg["lora_target_modules"]}))
 
 
-def write_final(run_dir, tensors, model, cfg):
+def write_final(run_dir, tensors, model, cfg, rank):
     """final/: what transformers (LoRA: peft) and vLLM load. tensors: from trainer.sampler_weights."""
     import transformers
 
+    if rank:
+        return
     final, tmp = run_dir / "final", run_dir / "final.tmp"
     shutil.rmtree(tmp, ignore_errors=True)
     if cfg.trainer.use_lora:

@@ -86,9 +86,12 @@ def load_config(path, overrides=()):
         if not equals:
             raise RunError(2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
         try:
-            given |= flatten(tomllib.loads(f"{key} = {text}"), open_tables)
+            override = tomllib.loads(f"{key} = {text}")
         except tomllib.TOMLDecodeError:
-            given[key] = text  # a bare word is a string
+            override = tomllib.loads(f"{key} = {json.dumps(text)}")  # a bare word is a string
+        for full, value in flatten(override, open_tables).items():
+            is_open = full in open_tables and type(value) is dict  # env.args.x=1 leaves the other args
+            given[full] = given.get(full, {}) | value if is_open else value
     hits = [k for k in flatten(foreign) if any(f"{g}.".startswith(f"{k}.") for g in given)]
     if hits:
         table = "".join(f"\n  {k} -> {flatten(foreign)[k]}" for k in hits)
@@ -183,6 +186,10 @@ def check(cfg):
         ),
         (t.ref_sync_steps and not t.beta, "trainer.ref_sync_steps needs trainer.beta > 0: there is no reference"),
         (t.use_lora and not t.lora_target_modules, "trainer.lora_target_modules is empty"),
+        (
+            cfg.sends_adapters and t.lora_rank > 512,
+            f"trainer.lora_rank = {t.lora_rank}: vLLM's adapters have at most 512",
+        ),
         (t.lora_dropout == 1, "trainer.lora_dropout = 1.0 drops everything"),
         (run.chat_template and not Path(run.chat_template).is_file(), f"chat_template: no file {run.chat_template!r}"),
         ("/" in run.run_name, f"run_name = {run.run_name!r} must be a plain name; output_dir has the directory"),
@@ -225,6 +232,9 @@ def cut_lines(path, keep, rank=0):
     os.replace(tmp, path)
 
 
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+
+
 def for_launch(argv):
     """Prints what launch.sh needs as shell assignments and writes the resolved config.toml."""
     q = shlex.quote
@@ -239,7 +249,7 @@ def for_launch(argv):
         text += toml_table(header, getattr(cfg, table))
     for table in ("env", "inference", "trainer", "eval", "checkpoint"):
         text += toml_table(table, getattr(cfg, table))
-    (run_dir / "config.toml").write_text(text)
+    (run_dir / "config.toml.new").write_text(text)  # launch.sh renames it once the run is its own
     flags = []
     for key, value in inf.args.items():  # vLLM's flags: true is --flag, false --no-flag
         flag = key.replace("_", "-")
@@ -249,7 +259,8 @@ def for_launch(argv):
     plain = {"MODEL": run.model, "PREPARE": run.prepare, "RUN_DIR": run_dir, "DTYPE": dtype, "MAX_LEN": run.max_seq_len}
     plain |= {"SEED": run.seed, "TEMPLATE": run.chat_template, "INF_GPUS": inf.gpus, "TRAIN_GPUS": t.gpus, "LORA": lora}
     plain |= {"TP": inf.args.get("tensor_parallel_size", 1), "PORT": inf.port, "STEPS": run.max_steps}
-    plain |= {"STALENESS": cfg.orchestrator.max_staleness, "RANK_LORA": t.lora_rank}
+    plain |= {"STALENESS": cfg.orchestrator.max_staleness}
+    plain["RANK_LORA"] = min(r for r in VLLM_LORA_RANKS if r >= t.lora_rank) if lora else 0
     print("\n".join(f"{k}={q(str(v))}" for k, v in plain.items()))
     print(f"URLS=({' '.join(map(q, inf.urls))})\nARGS=({' '.join(map(q, flags))})")
 
