@@ -6,7 +6,7 @@
 set -u
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,5s/^# //p' "$ROOT/launch.sh"; exit 2; fi
-CONFIG=$(realpath -m "$1"); shift # `bash launch.sh --setup` only installs
+CONFIG=$(realpath -m -- "$1"); shift # `bash launch.sh --setup` only installs
 cd "$ROOT" || exit 2
 
 # --- environment: an active one with the right vLLM, else .venv, made here on first use --------------------------------
@@ -37,7 +37,7 @@ setup() {
 if has_vllm python3; then PY=$(command -v python3)
 elif has_vllm .venv/bin/python; then PY=$ROOT/.venv/bin/python
 else setup || exit 2; PY=$ROOT/.venv/bin/python; fi
-[ "$(basename "$CONFIG")" = --setup ] && exit 0
+[ "$(basename -- "$CONFIG")" = --setup ] && exit 0
 
 # --- configuration: checked before anything starts ---------------------------------------------------------------------
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1

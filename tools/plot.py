@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STYLES = ["-", "--", ":", "-."]  # readable without colour
+STYLES = [(line, shade) for shade in ("0", "0.6") for line in ("-", "--", ":", "-.")]  # readable without colour
 
 
 def read(path):
@@ -18,19 +18,19 @@ def read(path):
 
 def plot(runs, out):
     fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for run, style in zip(runs, STYLES * len(runs)):
+    for run, (style, shade) in zip(runs, STYLES * len(runs)):
         metrics, evals = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
         steps = [m["version"] for m in metrics]
         axis = axes[0, 0]
         name = "exact" if evals and "exact" in evals[0] else "reward/mean"
         axis.errorbar([e["step"] for e in evals], [e[name] for e in evals], yerr=[e["ci95"] for e in evals],
-                      fmt="o", linestyle=style, capsize=3, color="black", label=run.name)  # fmt: skip
+                      fmt="o", linestyle=style, capsize=3, color=shade, label=run.name)  # fmt: skip
         axis.set_title(f"evaluation: {name} (95 % interval of the reward)")
         axis = axes[0, 1]
-        axis.plot(steps, [m.get("reward/mean") for m in metrics], style, color="black")
+        axis.plot(steps, [m.get("reward/mean") for m in metrics], style, color=shade)
         low, high = ([m.get(f"reward/p{q}") for m in metrics] for q in (10, 90))
         if None not in low:
-            axis.fill_between(steps, low, high, color="0.85")
+            axis.fill_between(steps, low, high, color="0.85", alpha=1 / len(runs))
         axis.set_title("training reward: mean, 10th to 90th percentile")
         for axis, key, title in (
             (axes[0, 2], "policy/kl_sampler", "KL trainer to sampler (k3)"),
@@ -38,11 +38,13 @@ def plot(runs, out):
             (axes[1, 1], "sync/dlogp_max", "canary after each sync: largest |dlogp|"),
         ):
             axis.plot(
-                steps, [m.get(key) if m.get(key) is not None else float("nan") for m in metrics], style, color="black"
+                steps, [m.get(key) if m.get(key) is not None else float("nan") for m in metrics], style, color=shade
             )
             axis.set_title(title)
         for axis in (axes[0, 2], axes[1, 1]):
             axis.set_yscale("log")
+        if run is not runs[0]:
+            continue
         axis, below = axes[1, 2], [0.0] * len(metrics)
         for key, shade, hatch in (("wait_batch", "1.0", ""), ("train", "0.7", "//"), ("sync", "0.3", "")):
             above = [b + (m.get(f"time/{key}_s") or 0) for b, m in zip(below, metrics)]
@@ -50,9 +52,8 @@ def plot(runs, out):
                 steps, below, above, color=shade, hatch=hatch, edgecolor="black", linewidth=0.3, label=key
             )
             below = above
-        axis.set_title("seconds of a step")
-        if run is runs[0]:
-            axis.legend()
+        axis.set_title("seconds of a step" + f" ({run.name})" * (len(runs) > 1))
+        axis.legend()
     for axis in axes.flat:
         axis.set_xlabel("version")
         axis.grid(alpha=0.3)
