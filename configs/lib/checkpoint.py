@@ -95,7 +95,9 @@ def load_checkpoint(path, policy, ref, optimizer, cfg, rank):
     how = options(broadcast_from_rank0=dist.get_world_size() > 1, strict=False)
     if ref:  # through the parameters, which know how to shard
         load_parameters(policy, ref, files.get("ref", {}), how)
-    dcp.set_state_dict(policy, optimizer, model_state_dict=files.get("policy", {}), optim_state_dict=optim, options=how)
+    # one by one: set_state_dict would take a rank with an empty dict for one that has no part in it
+    dcp.set_model_state_dict(policy, files.get("policy", {}), options=how)
+    dcp.set_optimizer_state_dict(policy, optimizer, optim, options=how)
     return int(path.name.removeprefix("step_"))
 
 
