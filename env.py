@@ -1,21 +1,30 @@
 """env.py owns the task: rows, the turns of a rollout, its reward. It needs no torch; copy one of configs/*.py to begin.
 
     def load_environment(**args):                                      # [env] id = "my_task", args = {...}
-        rows = [{"question": "2 + 2?", "answer": "4"}, ...]
+        rows = [{"question": "2 + 2?", "answer": "4"}, ...]            # or a .jsonl file, or a Hugging Face dataset
         def correct(completion, answer):                               # a reward names the arguments it wants
             return float(completion[-1]["content"].strip() == answer)
         return SingleTurnEnv(dataset=rows, eval_dataset=rows[:1], rubric=Rubric([correct]))
 
-A rollout is a dict, the state: prompt, completion (messages), answer, info, task (the row), turn, and what you add.
+A rollout is a dict, the state: prompt, completion (messages), answer, info, task, tools, turn, step, and what you add.
 """
 
 import asyncio
 import copy
+import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from pathlib import Path
+
+from configs.lib.data import finite, load_rows, run_tool, score_texts, tool_schema
+from configs.lib.judge import Judge
+from configs.lib.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer  # noqa: F401  for tasks to import
+from configs.lib.runtime import find_module
+
+
+class Truncated(Exception):
+    """generate() raises it where max_seq_len leaves no token for another turn; the rollout ends and is scored."""
 
 
 async def call(function, **have):
@@ -24,54 +33,107 @@ async def call(function, **have):
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     given = {k: v for k, v in have.items() if takes_all or k in wanted}
     is_async = inspect.iscoroutinefunction(function)
-    return await (function(**given) if is_async else asyncio.to_thread(function, **given))
+    value = function(**given) if is_async else await asyncio.to_thread(function, **given)
+    return await value if inspect.isawaitable(value) else value
+
+
+# --- rewards ----------------------------------------------------------------------------------------------------------
+
+PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
 
 
 class Rubric:
-    """Reward = sum of weight x function; weight 0 only logs. A function that raises or returns no finite number loses
-    the rollout: it counts as an error, never as 0."""
+    """Reward = sum of weight x function. A weight is a number (0 only logs) or a function of the step.
 
-    def __init__(self, funcs=(), weights=None):
-        self.funcs, self.weights = list(funcs), list(weights or [1.0] * len(funcs))
-        names = [f.__name__ for f in self.funcs]
-        if len(set(names)) != len(self.weights):
-            raise ValueError(f"Rubric: {len(self.weights)} weights for {len(set(names))} distinct functions: {names}")
+    Functions name what they want of the state, of `objects`, or state, parser. One that names a plural (completions,
+    states, ...) sees a whole group and returns a number for each rollout. A list is a reward per turn, for credit by
+    turn. What raises, or returns no finite number, loses its rollouts: they count as errors, never as 0."""
+
+    def __init__(self, funcs=(), weights=None, parser=None, **objects):
+        weights = [1.0] * len(funcs) if weights is None else weights
+        if len(weights) != len(funcs):
+            raise ValueError(f"Rubric: {len(weights)} weights for {len(funcs)} functions")
+        self.parts, self.objects = [], objects | ({"parser": parser} if parser else {})
+        for func, weight in zip(funcs, weights):
+            self.add_reward_func(func, weight)
+
+    def add_reward_func(self, func, weight=1.0, objects=None):
+        if func.__name__ in [f.__name__ for f, *_ in self.parts]:
+            raise ValueError(f"Rubric: two functions are called {func.__name__!r}; their metrics would collide")
+        self.parts.append((func, weight, self.objects if objects is None else objects))
+
+    def __add__(self, other):
+        both = Rubric()
+        for part in self.parts + other.parts:
+            both.add_reward_func(*part)
+        return both
 
     async def score(self, state):
-        """HACK HERE -> reward, {function name: value}."""
-        values = {f.__name__: await call(f, **state, state=state) for f in self.funcs}
-        for name, value in values.items():
-            if not isinstance(value, int | float) or not abs(value) < float("inf"):
-                raise ValueError(f"reward function {name} returned {value!r}, no finite number")
-        reward = sum(w * v for w, v in zip(self.weights, values.values()))
-        return float(reward), {k: float(v) for k, v in values.items()}
+        """HACK HERE -> reward (a number, or a list with one per turn), {function: value}. Functions of one rollout."""
+        whole, turns, metrics = 0.0, None, {}
+        for func, weight, objects in self.parts:
+            if PLURALS & set(inspect.signature(func).parameters):
+                continue
+            value = finite(func, await call(func, **state | objects | {"state": state}), state["turn"])
+            w = weight(state["step"]) if callable(weight) else weight
+            if isinstance(value, list):
+                turns = [a + w * b for a, b in zip(turns or [0.0] * len(value), value)]
+            else:
+                whole += w * value
+            metrics[func.__name__] = sum(value) if isinstance(value, list) else value
+        return whole if turns is None else [*turns[:-1], turns[-1] + whole], metrics
+
+    async def score_group(self, states):
+        """-> [(number to add to the reward, {function: value}) per state], or [] without functions of a group."""
+        parts = [part for part in self.parts if PLURALS & set(inspect.signature(part[0]).parameters)]
+        scores = [[0.0, {}] for _ in states if parts]
+        for func, weight, objects in parts:
+            have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}
+            values = await call(func, **states[0] | objects | have)
+            w = weight(states[0]["step"]) if callable(weight) else weight
+            for score, value in zip(scores, finite(func, list(values), len(states))):
+                score[0] += w * value
+                score[1][func.__name__] = value
+        return scores
+
+
+def RubricGroup(rubrics):
+    return functools.reduce(Rubric.__add__, rubrics, Rubric())
+
+
+def JudgeRubric(**kwargs):
+    """A rubric of one function, the judge's mean score; kwargs are Judge's (configs/lib/judge.py)."""
+    return Rubric([Judge(**kwargs).judge])
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
 
 
 class SingleTurnEnv:
-    """One prompt, one answer. Rows are dicts with question (text) or prompt (messages; text for base models), and maybe
-    answer and info. Raises ValueError naming the first bad row."""
+    """One prompt, one answer. For rows see configs/lib/data.py; ValueError names the first bad one."""
 
-    def __init__(self, dataset, eval_dataset=None, system_prompt="", rubric=None, parser=None):
-        self.dataset, self.eval_dataset, self.rubric = dataset, eval_dataset, rubric or Rubric()
-        self.system_prompt, self.parser = system_prompt, parser
-        for name, rows in {"dataset": dataset, "eval_dataset": eval_dataset or dataset}.items():
-            for i, row in enumerate(rows or [None]):
-                if not isinstance(row, dict) or not (row.get("prompt") or row.get("question")):
-                    raise ValueError(f"{name}[{i}] has neither 'prompt' nor 'question': {str(row)[:200]}")
+    def __init__(self, dataset, eval_dataset=None, system_prompt="", few_shot=(), rubric=None, parser=None):
+        self.dataset = load_rows(dataset)
+        self.eval_dataset = None if eval_dataset is None else load_rows(eval_dataset, "eval_dataset")
+        self.rubric, self.parser, self.tools = rubric or Rubric(), parser or Parser(), None
+        self.head = [{"role": "system", "content": system_prompt}] * bool(system_prompt) + list(few_shot)
 
     def start(self, row):
         """-> the state of a new rollout."""
         prompt = row.get("prompt") or [{"role": "user", "content": row["question"]}]
-        if self.system_prompt and not isinstance(prompt, str):
-            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        prompt = copy.deepcopy(prompt)  # a rollout may change its own
-        about = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info", {}), "task": row}
-        return about | {"completion": [], "turn": 0, "parser": self.parser}
+        prompt = prompt if isinstance(prompt, str) else copy.deepcopy(self.head + prompt)
+        about = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}, "tools": self.tools}
+        return about | {"task": row.get("task", row), "completion": [], "turn": 0, "step": 0, "parser": self.parser}
 
     async def rollout(self, state, generate):
-        """Fills state["completion"]; generate(messages or text) -> the policy's message."""
+        """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""
         state["completion"].append(await generate(state["prompt"]))
         state["turn"] += 1
+
+    def score(self, prompts, completions, **columns):
+        """Rewards without a server, e.g. as a reward function of another trainer: texts or messages -> [float, or None
+        where unscored]. columns: answer=[...], info=[...]; without, those of the row with this prompt."""
+        return asyncio.run(score_texts(self, prompts, completions, columns))
 
 
 class MultiTurnEnv(SingleTurnEnv):
@@ -93,20 +155,41 @@ class MultiTurnEnv(SingleTurnEnv):
     async def rollout(self, state, generate):
         await call(self.setup_state, state=state)
         while True:
-            state["completion"].append(await generate(state["prompt"] + state["completion"]))
+            state["completion"].append(await generate(state["prompt"] + state["completion"], state["tools"]))
             state["turn"] += 1
             have = {"messages": state["prompt"] + state["completion"], "state": state}
             if state["turn"] >= self.max_turns or await call(self.is_completed, **have):
                 return
             reply = await call(self.env_response, **have)
             state["completion"] += reply[0] if isinstance(reply, tuple) else reply
+            if state.get("final_env_response"):  # the environment had the last word
+                return
+
+
+class ToolEnv(MultiTurnEnv):
+    """The policy calls Python functions. Results go back to it as text, and so does whatever goes wrong with a call.
+
+    vLLM parses the calls: inference.args.enable_auto_tool_choice = true, tool_call_parser = "hermes" for Qwen. A
+    function that names `state` gets the rollout's; the policy does not see that argument."""
+
+    def __init__(self, dataset, tools, max_turns=8, max_output=8192, **kwargs):
+        super().__init__(dataset, max_turns, **kwargs)
+        self.tools, self.max_output = [tool_schema(f) for f in tools], max_output
+        self.functions = {f.__name__: f for f in tools}
+
+    def is_completed(self, messages, state):
+        return not messages[-1].get("tool_calls")
+
+    async def env_response(self, messages, state):
+        return [await run_tool(self.functions, c, state, self.max_output) for c in messages[-1]["tool_calls"]]
 
 
 def load_environment(id, args, beside):
-    """load_environment(**args) of the module `id` beside the TOML, else of an importable one ("org/my-env": my_env)."""
-    name = id.rsplit("/", 1)[-1].replace("-", "_")
-    if (path := Path(beside) / f"{name}.py").is_file() and name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
+    """load_environment(**args) of the module ("org/my-env": my_env) beside the TOML, importable, or in configs/."""
+    name, file, _ = find_module(id, beside)
+    if file and name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
-    return importlib.import_module(name).load_environment(**args)
+    env = importlib.import_module(name).load_environment(**args)
+    return env if isinstance(env, SingleTurnEnv) else importlib.import_module("configs.verifiers_env").wrap(env)

@@ -18,6 +18,7 @@ import importlib
 import math
 import time
 from collections import Counter
+from itertools import accumulate, zip_longest
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ from configs.lib.batch import Batch, load_batch, replace_advantages
 from configs.lib.broadcast import WeightSender
 from configs.lib.checkpoint import identity, latest_checkpoint, load_checkpoint, save_checkpoint, write_final
 from configs.lib.metrics import log_step, speed
+from configs.lib.pack import collate, pack
 from configs.lib.runtime import RunError, arguments, cut_lines, run_directory, run_role, start_distributed
 
 # --- model: LoRA, log-probabilities, FSDP2 ----------------------------------------------------------------------------
@@ -186,59 +188,28 @@ def named(name, table):
     return getattr(importlib.import_module(module), attribute) if attribute else table[name]
 
 
-def compute_advantages(groups, name):
-    """[[{"reward": float, ...}, ...], ...] -> [[advantage, ...], ...]."""
-    rewards = [torch.tensor([member["reward"] for member in group], dtype=torch.float64) for group in groups]
-    scale = torch.cat(rewards).std(correction=0).item() + 1e-4 if name == "batch_std" else 1.0
-    return [(named(name, ADVANTAGES)(r_G, group) / scale).tolist() for r_G, group in zip(rewards, groups)]
+def compute_advantages(groups, name, gamma=1.0):
+    """[[{"reward": float, "turn_rewards": list or None, "num_turns": int}, ...], ...] -> [[advantage, ...], ...]; with
+    turn rewards, or gamma < 1, an advantage is a list of one number per turn, from its discounted return-to-go.
 
+    The baseline of turn t is over the whole group, where a rollout that ended before t counts 0. So it does not depend
+    on when the rollout itself stops; a mean over those still going would be a bonus for going on (verl RFC 7244)."""
 
-# --- micro-batches ----------------------------------------------------------------------------------------------------
+    def returns(member):
+        last = [0.0] * (member["num_turns"] - 1) + [member["reward"]]
+        turns = member.get("turn_rewards") or last
+        return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
 
-
-def pack(lens, budget, ranks, hidden):
-    """Sample lengths -> lists of indices of at most `budget` tokens; list i goes to rank i % ranks, some may be empty.
-
-    Longest first into the cheapest list with room. A sample costs 12 D per token for its linear layers and T per token
-    for attention. Within a list lengths ascend, so that equal ones lie side by side."""
-    count = ranks * max(1, math.ceil(sum(lens) / (budget * ranks)))
-    bins, cost, room = [[] for _ in range(count)], [0] * count, [budget] * count
-    for i in sorted(range(len(lens)), key=lambda i: -lens[i]):
-        fits = [b for b in range(count) if room[b] >= lens[i] or not bins[b]]
-        if not fits:
-            return pack(lens, budget * count // (count + ranks), ranks, hidden)  # fragmented: one more list per rank
-        b = min(fits, key=cost.__getitem__)
-        bins[b].insert(0, i)
-        cost[b] += lens[i] * (12 * hidden + lens[i])
-        room[b] -= lens[i]
-    return bins
-
-
-def collate(batch, indices, device):
-    """One micro-batch as tensors. An empty one gets a filler, so that every rank makes the same number of passes."""
-    lens = batch.sample_lens[indices].long() if indices else torch.ones(1, dtype=torch.long)
-    starts = (batch.sample_lens.cumsum(0) - batch.sample_lens)[indices or [0]]
-    position_T = torch.cat([torch.arange(n) for n in lens.tolist()])
-    at_T = position_T + starts.repeat_interleave(lens)
-    is_real = bool(indices) and bool(batch.loss_mask[at_T].any())
-    index_N = batch.loss_mask[at_T].nonzero()[:, 0] - 1 if is_real else torch.zeros(1, dtype=torch.long)
-    next_N = at_T[index_N] + is_real
-    sample_N = torch.arange(len(lens)).repeat_interleave(lens)[index_N]
-    meta = [batch.samples[i] for i in indices or [0]]
-    micro = {
-        "ids_T": batch.tokens[at_T].long(),
-        "position_T": position_T,
-        "cu_lens": F.pad(lens.cumsum(0), (1, 0)).int(),
-        "index_N": index_N,  # the position before each loss token
-        "target_N": batch.tokens[next_N].long(),
-        "temperature_N": torch.tensor([float(s.get("temperature", 1)) for s in meta])[sample_N],
-        "old_logp_N": batch.old_logp[next_N],
-        "adv_N": batch.advantages[next_N],
-        "mask_N": torch.full_like(next_N, is_real, dtype=torch.bool),
-        "sample_N": sample_N,
-        "age0_N": torch.tensor([s.get("age") == 0 for s in meta])[sample_N],
-    }
-    return {"lens": lens.tolist()} | {k: v.to(device, non_blocking=True) for k, v in micro.items()}
+    scale = torch.tensor([m["reward"] for group in groups for m in group], dtype=torch.float64).std(correction=0).item()
+    function, scale, table = named(name, ADVANTAGES), scale + 1e-4 if name == "batch_std" else 1.0, []
+    for group in groups:
+        by_turn = gamma < 1 or any(m.get("turn_rewards") for m in group)
+        rows = [returns(m) if by_turn else [m["reward"]] for m in group]
+        columns = zip_longest(*rows, fillvalue=0.0)
+        adv_TG = [(function(torch.tensor(r_G, dtype=torch.float64), group) / scale).tolist() for r_G in columns]
+        table.append([[adv_G[i] for adv_G in adv_TG][: len(row)] for i, row in enumerate(rows)])
+        table[-1] = table[-1] if by_turn else [adv for (adv,) in table[-1]]
+    return table
 
 
 # --- weights for the sampler; configs/lib/broadcast.py carries them ---------------------------------------------------
@@ -266,7 +237,7 @@ def publish(sender, policy, version, staleness, cfg, rank, device):
     canary = torch.randint(vocab, (256 // length, length), generator=draw, dtype=torch.int32)  # 256 tokens, both score
     zero, lens = torch.zeros(canary.numel()), torch.full((len(canary),), length)
     mask = (torch.arange(length) > 0).repeat(len(canary))
-    rows = Batch(canary.flatten(), mask, zero, zero, lens, [{}] * len(canary), {})
+    rows = Batch(canary.flatten(), mask, zero, zero, zero, lens, [{}] * len(canary), {})
     policy.eval()
     with torch.no_grad():
         logp_N = policy(collate(rows, list(range(len(canary))), device))[0].tolist()
@@ -317,6 +288,8 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     for update in range(t.updates_per_batch):
         for micro in micros:
             logp_N, entropy_N = policy(micro)
+            old_logp_N = micro["old_logp_N"]  # nan: text of unknown origin (--offline); its ratio is 1 at first
+            micro["old_logp_N"] = torch.where(old_logp_N.isnan(), logp_N.detach(), old_logp_N)
             given = {k: micro.get(k) for k in ("old_logp_N", "adv_N", "mask_N", "sample_N", "ref_logp_N")}
             loss_N, logs = loss_function(logp_N=logp_N, entropy_N=entropy_N, cfg=t, **given)
             if ref:  # k3 (joschu.net/blog/kl-approx.html)
@@ -368,8 +341,8 @@ def main(argv):
         path = replay[step] if replay else run_dir / "batches" / f"step_{step:06d}.safetensors"
         batch = load_batch(path, rank, device, t.batch_timeout_s, None if replay else (identity(cfg), step))
         waited, info = time.perf_counter() - started, batch.info
-        if replay and t.advantage != info.get("advantage", t.advantage):
-            batch = replace_advantages(batch, compute_advantages, t.advantage)
+        if replay and [t.advantage, t.gamma] != [info.get("advantage", t.advantage), info.get("gamma", t.gamma)]:
+            batch = replace_advantages(batch, compute_advantages, t.advantage, t.gamma)
         metrics = info.get("metrics", {}) | train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
         streak = streak + 1 if metrics["optim/skipped"] else 0
         if streak == 3:

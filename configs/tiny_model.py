@@ -11,15 +11,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+# Tool calls are written as Qwen writes them, which vLLM's "hermes" parser reads. The tools' schemas are left out: at a
+# token per character they would be most of the prompt, and the warm-up has shown the model what there is.
 TEMPLATE = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
-def make_tokenizer():
-    """One token per printable ASCII character, one per role, no merges."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def make_tokenizer(tokens=()):
+    """One token per printable ASCII character, one per role, no merges but the strings in `tokens`."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<unk>"]
@@ -27,6 +31,7 @@ def make_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", unk_token="<unk>",
         additional_special_tokens=special[2:6],
@@ -49,32 +54,30 @@ def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0):
     tokenizer.save_pretrained(path)
 
 
-def write_demonstrations(path, tokenizer, demonstrations, batch_size, temperature=1.0):
-    """Messages -> batch files with the last message's tokens as loss tokens."""
+def write_demonstrations(path, tokenizer, demonstrations, batch_size):
+    """Conversations -> batch files with the assistant's tokens as loss tokens."""
     from configs.lib.batch import save_batch
+    from configs.lib.text import tokenize_conversation
 
     path.mkdir(parents=True, exist_ok=True)
     for n in range(len(demonstrations) // batch_size):
-        samples = []
-        for messages in demonstrations[n * batch_size : (n + 1) * batch_size]:
-            prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
-            answer = tokenizer.apply_chat_template(messages, return_dict=False)[len(prompt) :]
-            tokens, mask = prompt + answer, [0] * len(prompt) + [1] * len(answer)
-            samples.append({"tokens": tokens, "mask": mask, "logp": [0.0] * len(tokens), "advantage": 1.0})
-        save_batch(path / f"step_{n:06d}.safetensors", samples, {"step": n})
+        talks = demonstrations[n * batch_size : (n + 1) * batch_size]
+        samples = [s | {"advantage": 1.0} for talk in talks for s in tokenize_conversation(tokenizer, talk)]
+        save_batch(path / f"step_{n:06d}.safetensors", samples, {"step": n, "offline": True})
 
 
-def main(config, steps=95, batch_size=64):
+def main(config, batch_size=64):
     from configs.lib.runtime import load_config
     from env import load_environment  # noqa: F401  the task's module imports it
 
     cfg = load_config(config)
     model, work = Path(cfg.run.model), Path(cfg.run.model + ".work")
     shutil.rmtree(work, ignore_errors=True)
-    tokenizer = make_tokenizer()
-    make_model(work / "random", tokenizer)
     sys.path.insert(0, str(cfg.path.parent))
-    task = __import__(cfg.env.id)
+    task = __import__(cfg.env[0].id)
+    steps = getattr(task, "WARM_UP_STEPS", 95)
+    tokenizer = make_tokenizer(getattr(task, "TOKENS", ()))
+    make_model(work / "random", tokenizer)
     write_demonstrations(work / "demonstrations", tokenizer, task.demonstrations(steps * batch_size), batch_size)
     overrides = [
         f"model={work / 'random'}", f"output_dir={work}", "run_name=warmup", f"max_steps={steps}", "trainer.loss=sft",

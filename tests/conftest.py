@@ -91,7 +91,8 @@ def make_samples(num=12, seed=0, vocab=102, longest=24, group=4, logp=None):
             "tokens": tokens, "mask": [0] * prompt + [1] * answer,
             "logp": [0.0] * prompt + [-4.6 + rng.uniform(-0.5, 0.5) for _ in range(answer)],
             "advantage": rng.uniform(-1, 1), "reward": rng.random(), "group": i // group, "rollout": i % group,
-            "temperature": 1.0, "age": 0, "versions": [0, 0],
+            "temperature": 1.0, "age": 0, "versions": [0, 0], "env": "test", "num_turns": 1,
+            "turns": [0] * (prompt + answer),
         })  # fmt: skip
     return samples
 

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import zlib
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from aiohttp import web
 
 from configs.lib.broadcast import WeightReceiver
+from configs.lib.client import as_template_sees
 
 FAKE = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -135,7 +137,8 @@ class Server(WeightReceiver):
         tokenizer = self.model_runner.tokenizer
         if is_chat:
             more = body.get("chat_template_kwargs") or {}
-            ids = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True, return_dict=False, **more)
+            messages = [as_template_sees(message) for message in body["messages"]]
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
         else:
             ids = tokenizer.encode(body["prompt"])
         if len(ids) + body["max_tokens"] > self.args.max_model_len:
@@ -153,12 +156,25 @@ class Server(WeightReceiver):
             choice = {"index": i, "finish_reason": done, "token_ids": tokens}
             if is_chat:
                 choice |= {"message": {"role": "assistant", "content": text}}
+                if "tools" in body:
+                    choice["message"] |= hermes(text)
                 choice |= {"logprobs": {"content": [{"logprob": x} for x in logps]}}
             else:
                 choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
             choices.append(choice)
         self.now -= 1
         return web.json_response({"choices": choices, "prompt_token_ids": ids})
+
+
+def hermes(text):
+    """What vLLM's parser of that name makes of a text: content, and tool calls where they are well-formed."""
+    try:
+        found = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
+        calls = [{"name": f["name"] + "", "arguments": json.dumps(f["arguments"])} for f in found]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    calls = [{"id": f"call-{i}", "type": "function", "function": f} for i, f in enumerate(calls)]
+    return {"content": text.partition("<tool_call>")[0] or None, "tool_calls": calls} if calls else {}
 
 
 def main():

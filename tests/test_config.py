@@ -50,7 +50,7 @@ def load(tmp_path, text, *overrides):
 def test_the_documents_vf_rl_file(tmp_path):
     cfg = load(tmp_path, VF_RL)
     assert cfg.run.model == "Qwen/Qwen3-4B-Instruct-2507" and cfg.run.run_name == "wiki-search"
-    assert cfg.env.id == "primeintellect/wiki-search" and cfg.env.args == {"max_turns": 10}
+    assert cfg.env[0].id == "primeintellect/wiki-search" and cfg.env[0].args == {"max_turns": 10}
     assert cfg.inference.gpus == 1 and cfg.trainer.gpus == 1
     assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
     assert cfg.trainer.micro_batch_size == 4 and cfg.orchestrator.rollouts_per_example == 16
@@ -129,7 +129,7 @@ OLD_NAMES = {
 
 @pytest.mark.parametrize("line", OLD_NAMES)
 def test_old_names_are_accepted_or_refused_with_the_new_one(line, tmp_path):
-    text = f'model = "m"\n[env]\nid = "e"\n[trainer.args]\n{line}\n'
+    text = f'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\n{line}\n'
     if OLD_NAMES[line]:
         table, name, value = OLD_NAMES[line]
         assert getattr(getattr(load(tmp_path, text), table), name) == value
@@ -252,7 +252,7 @@ def test_launch_refuses_within_seconds(override, tmp_path):
 
 def test_overrides_add_to_open_tables(tmp_path):
     cfg = load(tmp_path, VF_RL, "env.args.num=3", "env.args.name=word", "inference.args.enforce_eager=true")
-    assert cfg.env.args == {"max_turns": 10, "num": 3, "name": "word"}
+    assert cfg.env[0].args == {"max_turns": 10, "num": 3, "name": "word"}
     assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enforce_eager": True}
 
 

@@ -13,8 +13,9 @@ from conftest import launch, lines
 
 import orchestrator
 from configs.lib.batch import load_batch
+from configs.lib.order import Order
 from configs.lib.runtime import RunError, load_config, run_directory
-from orchestrator import Order, extend_or_fork
+from orchestrator import extend_or_fork
 
 TOML = """
 model = "{model}"
@@ -99,24 +100,26 @@ def test_extend_or_fork():
     assert not extend_or_fork(samples, [1, 2], [3, 4], [-0.1, -0.2], 0)
     assert not extend_or_fork(samples, [1, 2, 3, 4, 9], [5], [-0.3], 1)
     assert samples == [
-        {"tokens": [1, 2, 3, 4, 9, 5], "mask": [0, 0, 1, 1, 0, 1], "logp": [0, 0, -0.1, -0.2, 0, -0.3], "turn": 0}
-    ]
+        {"tokens": [1, 2, 3, 4, 9, 5], "mask": [0, 0, 1, 1, 0, 1], "logp": [0, 0, -0.1, -0.2, 0, -0.3],
+         "turns": [0, 0, 0, 0, 1, 1]}
+    ]  # fmt: skip
     assert extend_or_fork(samples, [1, 2, 4, 9, 5, 9], [6], [-0.4], 2)
-    assert samples[1] == {"tokens": [1, 2, 4, 9, 5, 9, 6], "mask": [0] * 6 + [1], "logp": [0] * 6 + [-0.4], "turn": 2}
+    fork = {"tokens": [1, 2, 4, 9, 5, 9, 6], "mask": [0] * 6 + [1], "logp": [0] * 6 + [-0.4], "turns": [2] * 7}
+    assert samples[1] == fork
 
 
-def test_order_is_a_function_of_seed_and_index():
+def test_order_is_a_function_of_seed_and_index(make_cfg):
     rows = [{"question": str(i)} for i in range(37)]
-    order = Order(rows, 3, {"next": 0, "open": []})
-    taken = [order.take() for _ in range(37 * 3)]
-    assert [index for index, _, _ in taken] == list(range(37 * 3))
+    order = Order(rows, make_cfg("seed=3"))
+    taken = [order.take(0) for _ in range(37 * 3)]
+    assert [index for index, _ in taken] == list(range(37 * 3))
     for epoch in range(3):  # every row once an epoch, in another order
-        assert sorted(number for _, number, _ in taken[37 * epoch : 37 * (epoch + 1)]) == list(range(37))
-    assert [n for _, n, _ in taken[:37]] != [n for _, n, _ in taken[37:74]]
-    resumed = Order(rows, 3, {"next": 50, "open": [41, 44]})
-    assert [resumed.take() for _ in range(3)] == [taken[41], taken[44], taken[50]]
-    other = Order(rows, 4, {"next": 0, "open": []})
-    assert [other.take()[1] for _ in range(37)] != [number for _, number, _ in taken[:37]]
+        assert sorted(number for _, number in taken[37 * epoch : 37 * (epoch + 1)]) == list(range(37))
+    assert [n for _, n in taken[:37]] != [n for _, n in taken[37:74]]
+    resumed = Order(rows, make_cfg("seed=3"), {"next": 50, "open": [41, 44], "tasks": {}})
+    assert [resumed.take(0) for _ in range(3)] == [taken[41], taken[44], taken[50]]
+    other = Order(rows, make_cfg("seed=4"))
+    assert [other.take(0)[1] for _ in range(37)] != [number for _, number in taken[:37]]
 
 
 # --- in this process, against a fake server ---------------------------------------------------------------------------
@@ -185,7 +188,7 @@ def test_flat_groups_are_dropped_and_refilled_in_order(run):
     run_dir = run(6, '{ kind = "turns", num_turns = 1 }', "orchestrator.rollouts_per_example=2")
     seen, flat = set(), 0
     for batch in all_batches(run_dir):
-        trained, dropped = {s["group"] for s in batch.samples}, {int(i) for i in batch.info["dropped"]}
+        trained, dropped = {s["group"] for s in batch.samples}, {int(i.split(":")[1]) for i in batch.info["dropped"]}
         m = batch.info["metrics"]
         assert len(trained) == 8 == m["group/kept"] and len(dropped) == m["group/flat"]
         assert not trained & dropped and not (trained | dropped) & seen
@@ -194,7 +197,8 @@ def test_flat_groups_are_dropped_and_refilled_in_order(run):
         for s in batch.samples:
             rewards = {x["rollout"]: x["reward"] for x in batch.samples if x["group"] == s["group"]}
             assert s["advantage"] == pytest.approx(s["reward"] - sum(rewards.values()) / len(rewards), abs=1e-6)
-    assert flat > 0 and seen | set(batch.info["ledger"]["open"]) == set(range(batch.info["ledger"]["next"]))
+    ledger = batch.info["ledger"]["think_env"]
+    assert flat > 0 and seen | set(ledger["open"]) == set(range(ledger["next"]))
 
 
 def test_always_flat_or_failing_ends_the_run(run, capsys):
@@ -376,4 +380,4 @@ def test_judge():
 
 def test_config_of_the_tests_loads(tmp_path):
     (tmp_path / "x.toml").write_text(TOML.format(model="m", out=tmp_path, steps=1, args="{}"))
-    assert load_config(tmp_path / "x.toml").env.id == "think_env"
+    assert load_config(tmp_path / "x.toml").env[0].id == "think_env"

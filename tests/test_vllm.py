@@ -215,7 +215,9 @@ def trained_logp(policy, samples):
     tokens = torch.tensor([t for s in samples for t in s["tokens"]], dtype=torch.int32)
     mask, zero = torch.tensor([bool(m) for s in samples for m in s["mask"]]), torch.zeros(len(tokens))
     lens = torch.tensor([len(s["tokens"]) for s in samples])
-    batch = trainer.Batch(tokens, mask, zero, zero, lens, [{"temperature": s["temperature"]} for s in samples], {})
+    batch = trainer.Batch(
+        tokens, mask, zero, zero, zero, lens, [{"temperature": s["temperature"]} for s in samples], {}
+    )
     with torch.no_grad():
         return policy.eval()(trainer.collate(batch, list(range(len(samples))), CPU))[0].tolist()
 

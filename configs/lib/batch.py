@@ -14,21 +14,28 @@ from safetensors.torch import load, save_file
 from configs.lib.checkpoint import identity, latest_checkpoint
 from configs.lib.runtime import RunError, cut_lines
 
-Batch = namedtuple("Batch", "tokens loss_mask old_logp advantages sample_lens samples info")  # [T] x 4, [S], metadata
+# tokens to turns: [T]; sample_lens: [S]; samples, info: metadata
+Batch = namedtuple("Batch", "tokens loss_mask old_logp advantages turns sample_lens samples info")
 
 
 def save_batch(path, samples, info):
-    """samples: dicts with tokens, mask, logp (equally long lists), advantage and metadata. One rename commits it."""
+    """samples: dicts with tokens, mask, logp, turns (equally long lists), advantage (a number, or a list with one per
+    turn) and metadata. One rename commits it."""
     data = {
         "tokens": torch.tensor([x for s in samples for x in s["tokens"]], dtype=torch.int32),
         "loss_mask": torch.tensor([x for s in samples for x in s["mask"]], dtype=torch.bool),
         "old_logp": torch.tensor([x for s in samples for x in s["logp"]], dtype=torch.float32),
-        "advantages": torch.tensor([s["advantage"] for s in samples for _ in s["tokens"]], dtype=torch.float32),
+        "advantages": torch.tensor([a for s in samples for a in by_token(s["advantage"], s["turns"])]).float(),
+        "turns": torch.tensor([x for s in samples for x in s["turns"]], dtype=torch.int32),
         "sample_lens": torch.tensor([len(s["tokens"]) for s in samples], dtype=torch.int32),
     }
-    meta = [{k: v for k, v in s.items() if k not in ("tokens", "mask", "logp")} for s in samples]
+    meta = [{k: v for k, v in s.items() if k not in ("tokens", "mask", "logp", "turns")} for s in samples]
     save_file(data, tmp := path.with_suffix(".tmp"), {"samples": json.dumps(meta), "info": json.dumps(info)})
     os.replace(tmp, path)
+
+
+def by_token(advantage, turns):
+    return [advantage[turn] if isinstance(advantage, list) else advantage for turn in turns]
 
 
 def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
@@ -49,10 +56,12 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
         blob = data.cpu().numpy().tobytes()
     meta, data = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"], load(blob)
     batch = Batch(**data, samples=json.loads(meta["samples"]), info=json.loads(meta["info"]))
-    lens, sizes = batch.sample_lens, [len(x) for x in batch[:4]]
+    lens, sizes = batch.sample_lens, [len(x) for x in batch[:5]]
     if set(sizes) != {int(lens.sum())} or len(lens) != len(batch.samples):
         raise RunError(4, f"{path}: columns of {sizes} tokens, {len(batch.samples)} samples of {lens.sum()} tokens")
-    if not (batch.old_logp + batch.advantages).isfinite().all() or batch.loss_mask[lens.cumsum(0) - lens].any():
+    old_logp = batch.old_logp.nan_to_num(0) if batch.info.get("offline") else batch.old_logp  # nan: unknown
+    on_first = batch.loss_mask[lens.cumsum(0) - lens].any()
+    if not (old_logp + batch.advantages).isfinite().all() or on_first:
         raise RunError(4, f"{path}: old_logp or advantages not finite, or loss_mask on a sample's first token")
     if expected and batch.info["run"] != expected[0]:
         other = {key: value for key, value in batch.info["run"].items() if value != expected[0].get(key)}
@@ -63,20 +72,21 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
     return batch
 
 
-def replace_advantages(batch, compute_advantages, name):
+def replace_advantages(batch, compute_advantages, name, gamma):
     """The same rollouts under another advantage, for --replay."""
     groups = {}
     for s in batch.samples:
-        groups.setdefault(s["group"], {})[s["rollout"]] = s  # the samples of a forked rollout share its reward
-    table = compute_advantages([list(group.values()) for group in groups.values()], name)
-    new = {(key, i): a for (key, group), row in zip(groups.items(), table) for i, a in zip(group, row)}
-    adv_S = torch.tensor([new[s["group"], s["rollout"]] for s in batch.samples], dtype=torch.float32)
-    return batch._replace(advantages=adv_S.repeat_interleave(batch.sample_lens))
+        groups.setdefault((s["env"], s["group"]), {})[s["rollout"]] = s  # of a fork: any
+    table = compute_advantages([list(group.values()) for group in groups.values()], name, gamma)
+    new = {(*key, i): a for (key, group), row in zip(groups.items(), table) for i, a in zip(group, row)}
+    turns = [x.tolist() for x in batch.turns.split(batch.sample_lens.tolist())]
+    adv = [by_token(new[s["env"], s["group"], s["rollout"]], t) for s, t in zip(batch.samples, turns)]
+    return batch._replace(advantages=torch.tensor(sum(adv, [])).float())
 
 
 def resume(run_dir, cfg):
-    """-> number of the next batch, ledger. Batches committed since the checkpoint are trained again as they are."""
-    found, ledger = latest_checkpoint(run_dir), {"next": 0, "open": []}
+    """-> number of the next batch, ledgers by environment. Batches since the checkpoint are trained again."""
+    found, ledger = latest_checkpoint(run_dir), {}
     n = step = int(found.name[5:]) if found else 0
     if found:
         ledger = json.loads((found / "state.json").read_text())["ledger"]

@@ -1,6 +1,7 @@
 """The orchestrator's side of vLLM: OpenAI clients, the live version, the tokenizer that measures prompts."""
 
 import asyncio
+import json
 import os
 import time
 import uuid
@@ -40,7 +41,8 @@ class Client:
         while self.version < version:
             await asyncio.sleep(0.02)
 
-    def tokenize(self, prompt):
+    def tokenize(self, prompt, tools=None):
+        """-> the prompt's ids, as the server makes them."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if not self.tokenizer.chat_template:
@@ -48,8 +50,28 @@ class Client:
                 2, f"{self.cfg.run.model} has no chat template: set chat_template, or give rows a text prompt"
             )
         more = self.cfg.sampling.chat_template_kwargs
-        return self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **more)
+        prompt = [as_template_sees(message) for message in prompt]
+        return self.tokenizer.apply_chat_template(
+            prompt, tools=tools, add_generation_prompt=True, return_dict=False, **more
+        )
 
     async def post(self, server, path, body):
         """-> the reply as a dict; a group keeps its number, so it stays on one server and its prefix cache."""
         return await self.clients[server % len(self.clients)].post(path, cast_to=object, body=body)
+
+
+def as_template_sees(message):
+    """A message in OpenAI's format as vLLM hands it to the chat template: arguments of tool calls are objects."""
+    message = message | ({"reasoning_content": message["reasoning"]} if message.get("reasoning") else {})
+    if not message.get("tool_calls"):
+        return message
+    functions = [c["function"] | {"arguments": as_object(c["function"]["arguments"])} for c in message["tool_calls"]]
+    return message | {"tool_calls": [c | {"function": f} for c, f in zip(message["tool_calls"], functions)]}
+
+
+def as_object(text):
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}

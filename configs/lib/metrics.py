@@ -10,25 +10,35 @@ import numpy as np
 
 
 def rollout_metrics(groups, samples):
-    """Of one batch. groups: (index, row number, rollouts, reason it was dropped or ""); samples: what is trained on.
+    """Of one batch: everything, and where several environments are mixed, env/<name>/ and the most of it for each.
 
     Rewards are over every scored rollout, also of dropped groups: without the flat ones the mean would mislead."""
-    rollouts = [r for _, _, members, _ in groups for r in members]
+    ages, names = [s["age"] for s in samples], sorted({g.env for g in groups})
+    metrics = of_groups(groups)
+    metrics |= {"staleness/mean": float(np.mean(ages)), "staleness/max": max(ages)}  # versions, per sample
+    for name in names if len(names) > 1 else ():
+        metrics |= {f"env/{name}/{k}": v for k, v in of_groups([g for g in groups if g.env == name]).items()}
+    return metrics
+
+
+def of_groups(groups):
+    rollouts = [r for g in groups for r in g.rollouts]
     rewards = np.array([r.reward for r in rollouts if r.reward is not None])
-    ages, lens = [s["age"] for s in samples], [sum(sum(s["mask"]) for s in r.samples) for r in rollouts]
-    reasons = Counter(reason.split()[0].rstrip(":") if reason else "kept" for *_, reason in groups)
+    lens = [sum(sum(s["mask"]) for s in r.samples) for r in rollouts]
+    reasons = Counter(g.dropped.split()[0].rstrip(":") if g.dropped else "kept" for g in groups)
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         **{f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 50, 90)},
         **{f"reward/{name}": value for name, value in function_means(rollouts).items()},
+        "rollout/num": len(rollouts),
         "rollout/tokens": float(np.mean(lens)),  # sampled, per rollout
+        "rollout/turns": float(np.mean([r.num_turns for r in rollouts])),
         "rollout/truncated": float(np.mean([r.truncated for r in rollouts])),  # share
         "rollout/errors": sum(bool(r.error) for r in rollouts),
+        **{f"error/{name}": num for name, num in Counter(r.error for r in rollouts if r.error).items()},
         "rollout/forks": sum(r.forks for r in rollouts),
         **{f"group/{name}": reasons[name] for name in ("kept", "flat", "failed", "long", "empty")},
-        "staleness/mean": float(np.mean(ages)),  # versions between sampling and training, per sample
-        "staleness/max": max(ages),
     }
 
 

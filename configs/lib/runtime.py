@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import errno
+import importlib.util
 import json
 import os
 import shlex
@@ -78,20 +79,12 @@ def load_config(path, overrides=()):
     defaults = flatten(schema)
     open_tables = {key for key, value in defaults.items() if type(value) is dict}
     try:
-        given = flatten(tomllib.loads(Path(path).read_text()), open_tables)
+        raw = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as e:
         raise RunError(2, f"{path}: {e}") from None
-    for item in overrides:
-        key, equals, text = item.partition("=")
-        if not equals:
-            raise RunError(2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
-        try:
-            override = tomllib.loads(f"{key} = {text}")
-        except tomllib.TOMLDecodeError:
-            override = tomllib.loads(f"{key} = {json.dumps(text)}")  # a bare word is a string
-        for full, value in flatten(override, open_tables).items():
-            is_open = full in open_tables and type(value) is dict  # env.args.x=1 leaves the other args
-            given[full] = given.get(full, {}) | value if is_open else value
+    mix = raw.pop("env") if isinstance(raw.get("env"), list) else []  # [[env]] tables
+    given = flatten(raw, open_tables)
+    override(given, overrides, open_tables)
     hits = [k for k in flatten(foreign) if any(f"{g}.".startswith(f"{k}.") for g in given)]
     if hits:
         table = "".join(f"\n  {k} -> {flatten(foreign)[k]}" for k in hits)
@@ -105,19 +98,43 @@ def load_config(path, overrides=()):
             raise RunError(2, f"key {key!r} = {value!r}: {refused.get(name) or f'must be one of {list(values[name])}'}")
         else:
             final |= values[name][str(value)] if name in values else {renamed.get(name, f"trainer.{name}"): value}
-    for key in final:
-        final[key] = checked(key, final[key], defaults, limits, renamed)
+    one = {key: final.pop(key) for key in list(final) if key.startswith("env.")}
+    if mix and one != {key: defaults[key] for key in one}:
+        raise RunError(2, f"{path} has several [[env]] tables, so {[k for k in one if k in given]} does not say which")
+    envs = [{k: v for k, v in defaults.items() if k in one} | flatten({"env": table}, open_tables) for table in mix]
+    for keys in (final, *(envs or [one])):
+        for key in keys:
+            keys[key] = checked(key, keys[key], defaults, limits, renamed)
     tables = {}
     for key, value in final.items():
         table, _, name = key.rpartition(".")
         tables.setdefault(table.rpartition(".")[2] or "run", {})[name] = value
     cfg = SimpleNamespace(**{table: namedtuple(table, keys)(**keys) for table, keys in tables.items()})
+    cfg.env = [
+        namedtuple("env", [k[4:] for k in keys])(**{k[4:]: v for k, v in keys.items()}) for keys in envs or [one]
+    ]
+    cfg.env = [e._replace(name=e.name or e.id) for e in cfg.env]
     cfg.run = cfg.run._replace(run_name=cfg.run.run_name or Path(path).stem)
     cfg.path = Path(path)
     # Merging LoRA into 16-bit weights rounds early updates away; in fp32 it is exact, and vLLM samples faster.
     cfg.sends_adapters = cfg.trainer.use_lora and cfg.trainer.dtype != "fp32"
     check(cfg)
     return cfg
+
+
+def override(given, items, open_tables):
+    """Adds table.key=value items to `given`; a bare word is a string."""
+    for item in items:
+        key, equals, text = item.partition("=")
+        if not equals:
+            raise RunError(2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
+        try:
+            nested = tomllib.loads(f"{key} = {text}")
+        except tomllib.TOMLDecodeError:
+            nested = tomllib.loads(f"{key} = {json.dumps(text)}")
+        for full, value in flatten(nested, open_tables).items():
+            is_open = full in open_tables and type(value) is dict  # env.args.x=1 leaves the other args
+            given[full] = given.get(full, {}) | value if is_open else value
 
 
 def flatten(raw, tables=(), prefix=""):
@@ -160,6 +177,9 @@ def check(cfg):
     hosts = [*(url.split("//")[-1].split(":")[0] for url in inf.urls), t.sync_host]
     remote = [host for host in hosts if host not in ("127.0.0.1", "localhost")]
     tp, g = inf.args.get("tensor_parallel_size", 1), o.rollouts_per_example
+    names = [e.name for e in cfg.env]
+    missing = [e.id for e in cfg.env if not find_module(e.id, cfg.path.parent)[2]]
+    periods = {k: v for k, v in o.curriculum.items() if not is_period(v)}
     biased = s.top_p < 1 or s.top_k or s.min_p or s.repetition_penalty != 1
     rules = [
         (
@@ -184,6 +204,10 @@ def check(cfg):
             "orchestrator.sampling: top_p, top_k, min_p and repetition_penalty change the distribution, so the "
             "importance ratio is biased; allow_biased_sampling = true trains all the same",
         ),
+        (missing, f"env.id = {missing}: no such module beside {cfg.path} and none that Python can import"),
+        (len(set(names)) < len(names), f"[[env]]: {names} must differ, give each table a name"),
+        (periods, f"orchestrator.curriculum = {periods}: must be {{ difficulty = [first step, step after the last] }}"),
+        (o.oversampling_factor < 1, f"orchestrator.oversampling_factor = {o.oversampling_factor} must be at least 1"),
         (t.ref_sync_steps and not t.beta, "trainer.ref_sync_steps needs trainer.beta > 0: there is no reference"),
         (t.use_lora and not t.lora_target_modules, "trainer.lora_target_modules is empty"),
         (
@@ -197,6 +221,21 @@ def check(cfg):
     for broken, message in rules:
         if broken:
             raise RunError(2, message)
+
+
+def find_module(id, beside):
+    """env.id -> its module's name, its file (None: Python imports it), whether it is there. Beside the TOML, else
+    importable, else in configs/."""
+    name = id.rsplit("/", 1)[-1].replace("-", "_")
+    files = [folder / f"{name}.py" for folder in (Path(beside), Path(__file__).parent.parent)]
+    if not files[0].is_file() and importlib.util.find_spec(name):
+        return name, None, True
+    file = next((file for file in files if file.is_file()), None)
+    return name, file, file is not None
+
+
+def is_period(value):
+    return isinstance(value, list) and [type(x) for x in value] == [int, int] and 0 <= value[0] < value[1]
 
 
 def start_distributed():
@@ -247,7 +286,8 @@ def for_launch(argv):
     text = ""
     for table, header in {"run": "", "orchestrator": "orchestrator", "sampling": "orchestrator.sampling"}.items():
         text += toml_table(header, getattr(cfg, table))
-    for table in ("env", "inference", "trainer", "eval", "checkpoint"):
+    text += "".join(toml_table("[env]", table) for table in cfg.env)
+    for table in ("inference", "trainer", "eval", "checkpoint"):
         text += toml_table(table, getattr(cfg, table))
     (run_dir / "config.toml.new").write_text(text)  # launch.sh renames it once the run is its own
     flags = []

@@ -1,0 +1,24 @@
+"""An environment written for the verifiers package, as its users have them; only the words are from here."""
+
+import difflib
+
+import reverse_text
+import verifiers as vf
+from datasets import Dataset
+from reverse_text import demonstrations  # noqa: F401  for the toy's warm-up
+
+
+def load_environment(num_train=2048, num_eval=64):
+    parser = vf.Parser()
+
+    def similarity(completion, answer, parser):
+        return difflib.SequenceMatcher(None, parser.parse_answer(completion) or "", answer).ratio()
+
+    def exact(completion, answer, parser):
+        return float(parser.parse_answer(completion) == answer)
+
+    rubric = vf.Rubric(funcs=[similarity, exact], weights=[0.5, 0.5], parser=parser)
+    train, held_out = (
+        Dataset.from_list(reverse_text.rows(s, n)) for s, n in (("train", num_train), ("eval", num_eval))
+    )
+    return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, parser=parser, rubric=rubric)

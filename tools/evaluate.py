@@ -1,0 +1,249 @@
+"""Beside the loop: evaluate a model before anything is trained, make data with it, turn data into batches.
+
+    python orchestrator.py config.toml --eval [--base-url URL] [--model NAME] [--n 50] [--rollouts-per-example 4]
+    python orchestrator.py config.toml --generate 1000 out.jsonl [--base-url URL] [--model NAME]
+    python orchestrator.py config.toml --offline out.jsonl [--min-reward 0.5]
+
+Any OpenAI-compatible endpoint will do; the key comes from OPENAI_API_KEY. --offline needs no server: lines with prompt,
+completion and reward become batch files for trainer.py --replay, with trainer.loss=sft as demonstrations."""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import time
+from collections import Counter
+from pathlib import Path
+
+import orchestrator
+from configs.lib.batch import save_batch
+from configs.lib.checkpoint import identity
+from configs.lib.data import read_json_lines
+from configs.lib.metrics import eval_metrics, function_means
+from configs.lib.runtime import RunError, load_config, run_directory
+from configs.lib.text import tokenize_conversation
+from env import load_environment
+from trainer import compute_advantages
+
+
+def arguments(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--eval", action="store_true", help="on the eval split, or the dataset where there is none")
+    what.add_argument("--generate", nargs=2, metavar=("N", "OUT"), help="N rollouts of the dataset as JSON Lines")
+    what.add_argument("--offline", type=Path, metavar="FILE", help="JSON Lines -> batch files")
+    parser.add_argument("--base-url", help="default: OPENAI_BASE_URL, else the server of the configuration")
+    parser.add_argument("--model", help="default: the first that the server lists")
+    parser.add_argument("--n", type=int, help="examples; default: eval.num_examples, else all")
+    parser.add_argument("--rollouts-per-example", type=int, help="k; default: eval's, or with --generate training's")
+    parser.add_argument("--out", type=Path, help="with --eval: the rollouts as JSON Lines")
+    parser.add_argument("--min-reward", type=float, default=-math.inf, help="--offline leaves lines below it out")
+    args = parser.parse_intermixed_args(argv)
+    return args, load_config(args.config, args.overrides)
+
+
+# --- rollouts against any server --------------------------------------------------------------------------------------
+
+
+def connect(args, cfg):
+    import openai
+
+    urls = cfg.inference.urls or [f"http://127.0.0.1:{cfg.inference.port}"]
+    url = args.base_url or os.environ.get("OPENAI_BASE_URL") or f"{urls[0]}/v1"
+    timeout = cfg.orchestrator.generation_timeout
+    return openai.AsyncOpenAI(
+        base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=5, timeout=timeout
+    )
+
+
+def bind(client, model, sampling):
+    """-> ask(prompt, n, tools) for orchestrator.run_group, with nothing in the request that only vLLM knows, and so
+    without token ids: one request per completion, since not every server knows n."""
+
+    async def one(prompt, tools):
+        if isinstance(prompt, str):
+            reply = await client.completions.create(model=model, prompt=prompt, **sampling)
+            message, choice = reply.choices[0].text, reply.choices[0]
+        else:
+            more = {"tools": tools} if tools else {}
+            reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
+            choice = reply.choices[0]
+            message = {"role": "assistant", "content": choice.message.content or ""}
+            if choice.message.tool_calls:
+                message["tool_calls"] = [call.model_dump() for call in choice.message.tool_calls]
+        return message, [], [], [], choice.finish_reason, [0, 0]
+
+    async def ask(prompt, n, tools=None):
+        return await asyncio.gather(*(one(prompt, tools) for _ in range(n)))
+
+    return ask
+
+
+async def roll_out(env, rows, k, ask, cfg, on_group):
+    """k rollouts of each row -> groups in the order of rows; on_group(i, group) as each is done."""
+    slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // k))
+
+    async def one(i, row):
+        async with slots:
+            group = await orchestrator.run_group(env, row, k, ask, 0, cfg)
+        on_group(i, group)
+        return group
+
+    return await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))
+
+
+def as_lines(name, i, group):
+    for j, r in enumerate(group):
+        line = {"env": name, "example": i, "rollout": j, "tools": r.state["tools"]}
+        line |= {key: r.state[key] for key in ("prompt", "completion", "answer", "info")}
+        yield line | {key: getattr(r, key) for key in "reward turn_rewards num_turns metrics truncated error".split()}
+
+
+async def run(args, cfg):
+    client, num, e = connect(args, cfg), int(args.generate[0]) if args.generate else 0, cfg.eval
+    model = args.model or (await client.models.list()).data[0].id
+    k = args.rollouts_per_example or (cfg.orchestrator.rollouts_per_example if num else e.rollouts_per_example)
+    max_tokens = cfg.sampling.max_tokens if num else e.max_tokens or cfg.sampling.max_tokens
+    sampling = {"temperature": cfg.sampling.temperature if num else e.temperature, "max_tokens": max_tokens}
+    sampling |= {"stop": cfg.sampling.stop} if cfg.sampling.stop else {}
+    out = open(args.generate[1] if num else args.out or os.devnull, "w")
+    for spec in cfg.env:
+        env = load_environment(spec.id, spec.args, cfg.path.parent)
+        share = math.ceil(num / k * spec.ratio / sum(s.ratio for s in cfg.env))
+        split = env.dataset if num else env.eval_dataset or env.dataset
+        rows = [split[i % len(split)] for i in range(share)] if num else split[: args.n or e.num_examples or None]
+
+        def write(i, group, name=spec.name):
+            out.writelines(json.dumps(line, default=str) + "\n" for line in as_lines(name, i, group))
+            out.flush()
+
+        started = time.monotonic()
+        print(f"{spec.name}: {len(rows)} examples x {k} rollouts, {model} at {client.base_url}", flush=True)
+        groups = await roll_out(env, rows, k, bind(client, model, sampling), cfg, write)
+        report(spec.name, groups, k, time.monotonic() - started)
+    if num:
+        print(f"wrote {args.generate[1]}")
+
+
+# --- what it means ----------------------------------------------------------------------------------------------------
+
+
+def wilson(p, n, z=1.96):
+    """95 % interval of a share p of n."""
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def pass_at(k, groups):
+    """Unbiased: the chance that k of an example's n rollouts, drawn without replacement, hold one with reward >= 1
+    (2107.03374)."""
+    chances = []
+    for rewards in groups:
+        n, c = len(rewards), sum(r >= 1 for r in rewards)
+        if n >= k:
+            chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
+    return sum(chances) / len(chances), len(chances)
+
+
+def report(name, groups, k, seconds):
+    errors = Counter(r.error for group in groups for r in group if r.error)
+    scored = [rewards for group in groups if (rewards := [r.reward for r in group if r.reward is not None])]
+    if not scored:
+        raise RunError(4, f"{name}: every rollout failed: {dict(errors)}")
+    m, num = eval_metrics(groups), sum(map(len, scored))
+    print(f"  avg@{k} {m['reward/mean']:.3f} +- {m['ci95']:.3f} (95 %, over {len(scored)} examples)")
+    for size in sorted({1, k} | {2**i for i in range(k.bit_length()) if 2**i < k}):
+        p, n = pass_at(size, scored)
+        low, high = wilson(p, n)
+        print(f"  pass@{size} {p:.3f} (95 %: {low:.3f} to {high:.3f})")
+    functions = function_means([r for group in groups for r in group])
+    print("  " + ", ".join(f"{key} {value:.3f}" for key, value in functions.items()))
+    print(f"  truncated {m['truncated']:.3f}, errors {dict(errors) or 0}, {seconds:.0f} s")
+    varied = sum(len(set(rewards)) > 1 for rewards in scored) / len(scored)
+    if num >= 10 and max(map(max, scored)) <= 0:
+        print(f"  too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model.")
+    elif m["reward/mean"] >= 0.8:
+        print("  too easy: 0.8 and more is left little to learn. Take harder rows.")
+    elif k > 1:
+        print(f"  {varied:.0%} of the examples have rewards that differ; only these teach.")
+
+
+# --- offline ----------------------------------------------------------------------------------------------------------
+
+
+def to_samples(line, tokenizer, cfg):
+    """One conversation -> samples; text prompts (base models) are continued by text."""
+    if isinstance(line["prompt"], str):
+        prompt, answer = (tokenizer.encode(t) for t in (line["prompt"], "".join(line["completion"])))
+        answer = [t for t in answer if t != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
+        tokens, n = prompt + answer, len(answer)
+        logp = [0.0] * len(prompt) + [math.nan] * n
+        return [{"tokens": tokens, "mask": [0] * len(prompt) + [1] * n, "logp": logp, "turns": [0] * len(tokens)}]
+    messages, more = line["prompt"] + line["completion"], cfg.sampling.chat_template_kwargs
+    return tokenize_conversation(tokenizer, messages, line.get("tools"), **more)
+
+
+def read_groups(args, cfg):
+    """-> [[line, ...], ...]: the lines of an example, with samples; without those that nothing can be learned from."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
+    if cfg.run.chat_template:
+        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+    is_sft, groups, dropped = cfg.trainer.loss == "sft", {}, Counter()
+    for i, line in enumerate(read_json_lines(args.offline, str(args.offline))):
+        if line.get("error"):  # of the rollout
+            dropped["failed"] += 1
+            continue
+        if not (line.get("prompt") and line.get("completion")):
+            raise RunError(4, f"{args.offline}: line {i + 1} has no prompt or no completion: {str(line)[:200]}")
+        samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
+        if reward is None and not is_sft:
+            dropped["unscored"] += 1
+        elif reward is not None and reward < args.min_reward:
+            dropped["below --min-reward"] += 1
+        elif max(len(s["tokens"]) for s in samples) > cfg.run.max_seq_len:
+            dropped["longer than max_seq_len"] += 1
+        else:
+            key = line.get("env", ""), line.get("example", json.dumps(line["prompt"]))
+            turns = {"num_turns": len({t for s in samples for t in s["turns"]}), "reward": reward or 0.0}
+            groups.setdefault(key, []).append(line | turns | {"samples": samples})
+    flat = [key for key, group in groups.items() if len({line["reward"] for line in group}) == 1 and not is_sft]
+    dropped["flat"] = sum(len(groups.pop(key)) for key in flat)
+    return list(groups.values()), dropped
+
+
+def write_offline(args, cfg):
+    groups, dropped = read_groups(args, cfg)
+    t, run_dir, n, batch, size = cfg.trainer, run_directory(cfg, "-offline"), 0, [], 0
+    if any((run_dir / "batches").iterdir()):
+        raise RunError(2, f"{run_dir / 'batches'} holds batches: choose another run_name, or remove them")
+    for group in groups + [[]]:
+        batch, size = batch + [group] * bool(group), size + len(group)
+        if batch and (size >= cfg.orchestrator.batch_size or not group):
+            samples = []
+            for g, (lines, row) in enumerate(zip(batch, compute_advantages(batch, t.advantage, t.gamma))):
+                for i, (line, adv) in enumerate(zip(lines, row)):
+                    about = {"env": line.get("env", ""), "example": line.get("example"), "group": g, "rollout": i}
+                    about |= {"advantage": adv, "temperature": cfg.sampling.temperature, "reward": line["reward"]}
+                    about |= {"turn_rewards": line.get("turn_rewards"), "num_turns": line["num_turns"]}
+                    samples += [about | s for s in line["samples"]]
+            info = {"run": identity(cfg), "step": n, "offline": True, "rollouts": size, "advantage": t.advantage}
+            info |= {"gamma": t.gamma, "max_tokens": cfg.sampling.max_tokens, "max_staleness": 0}
+            save_batch(run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info)
+            n, batch, size = n + 1, [], 0
+    print(f"{n} batches in {run_dir / 'batches'}; left out: {dict(+dropped) or 'nothing'}")
+    if not n:
+        raise RunError(4, f"{args.offline}: nothing to learn from: {dict(dropped)}")
+    print(f"next: torchrun trainer.py {args.config} --replay {run_dir / 'batches'} {' '.join(args.overrides)}")
+
+
+def main(argv):
+    args, cfg = arguments(argv)
+    if args.offline:
+        write_offline(args, cfg)
+    else:
+        asyncio.run(run(args, cfg))
