@@ -10,6 +10,7 @@ Limits are per process (prlimit); memory in all is bounded by 64 processes only.
 
 import contextlib
 import json
+import math
 import os
 import re
 import select
@@ -28,14 +29,15 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 NEW_ROOT = "/tmp"  # the new root is mounted over it, in a mount namespace that nobody else sees
-NOBODY = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs"
+NOBODY, SAME_USER = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs", "setpriv --no-new-privs"
 NAMESPACES = "unshare --user --map-root-user --mount --net --pid --ipc --fork --kill-child"
 NO_CAPABILITIES = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all"
-LIMITS = "prlimit --as=1073741824 --cpu=5 --fsize=10485760 --nproc=64 --nofile=64 --core=0"
+LIMITS = "prlimit --as=1073741824 --fsize=10485760 --nproc=64 --nofile=64 --core=0"
 TOOLS = ["sh", "mount", "mkdir", "touch", "ln", "env", "timeout", "setpriv", "unshare", "prlimit"]
 MAX_OUTPUT, MAX_ERRORS = 8192, 1024  # bytes
+START_TIMEOUT = 30.0  # s, while the run's other roles start on the same cores
 
-WARNING = """WARNING: Python code that the model writes runs on this machine WITHOUT a sandbox (allow_unsandboxed_python).
+WARNING = """WARNING: Python code that the model writes runs here WITHOUT a sandbox (allow_unsandboxed_python).
 It can read files, reach the network and this run's own servers, and leave processes behind."""
 
 # What must not be possible. CASE is the dict that probe() puts before it; it prints a list of what was possible.
@@ -60,8 +62,9 @@ if os.getsid(0):
     leaks.append("processes outside can be seen")
 if set(os.environ) != {"PATH", "HOME", "LANG"}:
     leaks.append(f"environment variables {sorted(os.environ)}")
-if resource.getrlimit(resource.RLIMIT_AS)[1] > 2**30 or resource.getrlimit(resource.RLIMIT_NPROC)[1] > 64:
-    leaks.append("no limits")
+for limit, most in [(resource.RLIMIT_AS, 2**30), (resource.RLIMIT_NPROC, 64), (resource.RLIMIT_FSIZE, 10 * 2**20)]:
+    if not 0 <= resource.getrlimit(limit)[1] <= most:  # -1: none
+        leaks.append("there are no limits")
 open("scratch", "w").close()
 print(json.dumps(leaks))
 """
@@ -77,7 +80,7 @@ class Sandbox:
     hide: directories that must not be seen, wherever they are."""
 
     def __init__(self, hide=(), timeout_s=5.0, allow_unsandboxed=False):
-        self.timeout_s, self.script = timeout_s, None
+        self.timeout_s, self.script, self.user = timeout_s, None, NOBODY if os.getuid() == 0 else SAME_USER
         self.slots = threading.BoundedSemaphore(max(4, os.cpu_count()))  # so that waiting is not on the code's clock
         missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
         if missing:
@@ -85,7 +88,10 @@ class Sandbox:
         self.python, prefix = find_python()
         if allow_unsandboxed:
             print(WARNING, file=sys.stderr, flush=True)
-            problem = self.run("print([])").removeprefix("[]")
+            problem = self.run("print([])", START_TIMEOUT).removeprefix("[]")
+            if problem and self.user == NOBODY:  # root of a user namespace without other users
+                self.user = SAME_USER
+                problem = self.run("print([])", START_TIMEOUT).removeprefix("[]")
         else:
             visible = [path for path in [*SYSTEM, prefix] if os.path.lexists(path)]
             hide = {os.path.realpath(path) for path in hide} - {"/", *visible}
@@ -98,36 +104,37 @@ class Sandbox:
                 "a sandbox, on a machine with nothing to lose: allow_unsandboxed_python = true"
             )
 
-    def run(self, code):
-        """-> what it printed and the last lines of its errors, 8 KiB at most. Takes timeout_s + 2 s at most."""
+    def run(self, code, timeout_s=None):
+        """-> what it printed and the last lines of its errors, 8 KiB at most. Once begun it ends in timeout_s + 3 s."""
+        timeout_s = timeout_s or self.timeout_s
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.slots)
             out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # a pipe could be kept open
-            place = "/" if self.script else stack.enter_context(work_directory())
+            place = "/" if self.script else stack.enter_context(work_directory(self.user))
             env = {"PATH": PATH, "HOME": place, "LANG": "C.UTF-8"}
             began = time.monotonic()
             process = subprocess.Popen(
-                self.command(code), cwd=place, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                self.command(code, timeout_s), cwd=place, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
                 start_new_session=True,
             )  # fmt: skip
             try:
-                wait(process, self.timeout_s + 2)  # `timeout` is done before, unless the code stopped it
+                wait(process, timeout_s + 2)  # `timeout` is done before, unless the code stopped it
             finally:
                 end(process)
-            late = time.monotonic() - began >= self.timeout_s
-            return report(out, err, process.returncode, f"[stopped after {self.timeout_s:g} s]" if late else "")
+            late = time.monotonic() - began >= timeout_s
+            return report(out, err, process.returncode, f"[stopped after {timeout_s:g} s]" if late else "")
 
-    def command(self, code):
-        nobody = NOBODY if os.getuid() == 0 else "setpriv --no-new-privs"
+    def command(self, code, timeout_s):
         python = f"{self.python} -I -c".split()
-        clock = f"timeout --foreground --signal=KILL {self.timeout_s:g}"
+        clock = f"timeout --foreground --signal=KILL {timeout_s:g}"
+        limits = f"{LIMITS} --cpu={math.ceil(timeout_s)}"
         if not self.script:
-            return [*f"{nobody} {clock} {LIMITS}".split(), *python, code]
+            return [*f"{self.user} {clock} {limits}".split(), *python, code]
         env = "env -i PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8"
-        inside = f"{clock} unshare --root={NEW_ROOT} --wd=/tmp {NO_CAPABILITIES} {LIMITS} {env}"
+        inside = f"{clock} unshare --root={NEW_ROOT} --wd=/tmp {NO_CAPABILITIES} {limits} {env}"
         # "exit": without a command after it, some shells replace themselves by the code instead of waiting for it
         script = f'{self.script}\n{inside} {shlex.join(python)} "$1"\nexit $?'
-        return [*nobody.split(), *NAMESPACES.split(), "sh", "-c", script, "sh", code]
+        return [*self.user.split(), *NAMESPACES.split(), "sh", "-c", script, "sh", code]
 
     def probe(self, visible, hide):
         """-> what is wrong, or "". Tries the network, files and processes for real."""
@@ -137,7 +144,7 @@ class Sandbox:
             os.chmod(file.name, 0o644)
             case = {"port": server.getsockname()[1], "hidden": hidden, "path": file.name}
             case["file"] = f"sandbox_probe_{os.getpid()}"
-            said = self.run(f"CASE = {json.dumps(case)}\n{PROBE}")
+            said = self.run(f"CASE = {json.dumps(case)}\n{PROBE}", START_TIMEOUT)
         if said == "[]":
             return ""
         return "; ".join(json.loads(said)) if said.startswith('["') and said.endswith('"]') else said
@@ -192,12 +199,13 @@ def mount_points():
 
 
 @contextlib.contextmanager
-def work_directory():
+def work_directory(user):
     """A fresh one, 0700, for code without a sandbox."""
     path = tempfile.mkdtemp(prefix="python_tool_")
     try:
-        if os.getuid() == 0:
-            os.chown(path, 65534, 65534)
+        if user == NOBODY:
+            with contextlib.suppress(OSError):  # there may be no such user
+                os.chown(path, 65534, 65534)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
@@ -215,13 +223,17 @@ def wait(process, timeout_s):
 
 
 def end(process):
-    """Kills the process group and reaps its leader; returns when the group is empty."""
+    """Kills what is left of it, and reaps it.
+
+    Its child goes first: pid 1 of the sandbox is dead when all it takes along are, and `unshare` ends after that."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for child in children.read_text().split() if children.exists() else []:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
+        wait(process, 1)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for _ in range(100):  # pid 1 ends after all the processes that it takes along
-            os.killpg(process.pid, 0)
-            time.sleep(0.01)
+    process.wait()
 
 
 def report(out, err, returncode, stopped):

@@ -90,9 +90,19 @@ def correct(completion, answer):
     return float(completion[-1]["role"] == "assistant" and normal(completion[-1]["content"] or "") == normal(answer))
 
 
-def found(completion, answer):
-    """Some page that was viewed has the answer."""
-    return float(any(m["role"] == "tool" and normal(answer) in normal(m["content"]) for m in completion))
+def progress(completion, answer, info):
+    """Per turn: 1 for the first search that finds the right page, and for the first look at a page with the answer."""
+    scores, missing = [], {"search_pages": info.get("title") or answer, "view_page": answer}
+    for message in completion:
+        if message["role"] == "assistant":
+            scores.append(0.0)
+            names = {c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()}
+            continue
+        wanted = missing.get(name := names.get(message["tool_call_id"]))
+        if wanted and normal(wanted) in normal(message["content"]):
+            scores[-1] += 1.0
+            del missing[name]
+    return scores
 
 
 def demonstrations(num):
@@ -120,8 +130,12 @@ def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES,
     """The last num_eval questions are the eval split."""
     folk = people("pages", PAGES)
     pages = read_corpus(corpus) if corpus else {str(i): (name, page(name, home)) for i, (name, home) in enumerate(folk)}
-    rows = load_rows(questions) if questions else [{"question": question(n), "answer": h} for n, h in folk]
-    index, rubric = Corpus(pages), Rubric([correct, found], [1.0, 0.0])
+    rows = (
+        load_rows(questions)
+        if questions
+        else [{"question": question(n), "answer": h, "info": {"title": n}} for n, h in folk]
+    )
+    index, rubric = Corpus(pages), Rubric([correct, progress], [0.6, 0.2])
     tools = [index.search_pages, index.view_page]
     return ToolEnv(
         rows[:-num_eval], tools, max_turns, eval_dataset=rows[-num_eval:], rubric=rubric, system_prompt=system_prompt

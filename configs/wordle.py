@@ -1,5 +1,6 @@
 """Find a five-letter word in six guesses. Rules and words are our own; any five letters count as a guess."""
 
+import functools
 import random
 from collections import Counter
 
@@ -40,6 +41,7 @@ def rows(split, num, max_turns):
     return [{"question": f"{max_turns} left", "answer": secret} for secret in secrets[:num]]
 
 
+@functools.lru_cache(2**17)  # demonstrations compare all words with all
 def marks(guess, secret):
     """G: right place, Y: elsewhere, X: absent. A letter gets no more G and Y than the secret has of it."""
     spare, found = Counter(s for g, s in zip(guess, secret) if g != s), ""
@@ -107,7 +109,8 @@ def demonstrations(num, max_turns=6):
         talk = [{"role": "system", "content": rules(parser)}, {"role": "user", "content": f"{max_turns} left"}]
         for left in range(max_turns - 1, -1, -1):
             guess = rng.choice(possible)
-            possible = [word for word in possible if marks(guess, word) == marks(guess, secret)]
+            seen = marks(guess, secret)
+            possible = [word for word in possible if marks(guess, word) == seen]
             talk.append({"role": "assistant", "content": f"<guess>{guess}</guess>"})
             if guess == secret or not left:
                 break

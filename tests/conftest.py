@@ -1,5 +1,6 @@
 """Fixtures: tiny models made on the spot, configurations, batches, and one real vLLM per test session."""
 
+import asyncio
 import json
 import os
 import random
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,8 +22,9 @@ import pytest
 import tiny_model
 import torch
 
-from configs.lib.batch import save_batch
-from configs.lib.runtime import load_config, start_distributed
+import orchestrator
+from configs.lib.batch import load_batch, save_batch
+from configs.lib.runtime import load_config, run_directory, start_distributed
 
 torch.set_num_threads(1)
 BASE = """
@@ -190,6 +193,96 @@ def fake_servers(models, tmp_path_factory):
     yield get
     for _, process in found.values():
         stop(process)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+RUN_TOML = """
+model = "{model}"
+run_name = "run"
+output_dir = "{out}"
+max_steps = {steps}
+max_seq_len = 64
+{env}
+[orchestrator]
+batch_size = 16
+rollouts_per_example = 4
+[orchestrator.sampling]
+max_tokens = 6
+[trainer]
+dtype = "fp32"
+use_lora = false
+learning_rate = 1e-3
+gradient_checkpointing = false
+"""
+
+
+def write_run(path, model, steps, env):
+    """env: the arguments of think_env, or [env] tables."""
+    env = env if env.lstrip().startswith("[") else f'[env]\nid = "think_env"\nargs = {env}'
+    (path / "run.toml").write_text(RUN_TOML.format(model=model, out=path, steps=steps, env=env))
+    return path / "run.toml"
+
+
+@pytest.fixture
+def launched(tmp_path, models):
+    """launched(steps, env, *overrides, **environment) -> CompletedProcess, run directory: the whole of launch.sh."""
+
+    def go(steps, env, *overrides, check=True, **variables):
+        toml = write_run(tmp_path, models["untied"], steps, env)
+        return launch(toml, *overrides, check=check, **variables), tmp_path / "run"
+
+    return go
+
+
+def orchestrate(cfg, train_s=0.0):
+    """orchestrator.run in this process, with a stand-in for the trainer that declares version n + 1 live once batch n
+    is there -> run directory."""
+    run_dir, over = run_directory(cfg), threading.Event()
+
+    def train():
+        for n in range(cfg.run.max_steps + 1):
+            while n and not (run_dir / "batches" / f"step_{n - 1:06d}.safetensors").exists():
+                if over.wait(0.01):
+                    return
+            time.sleep(train_s if n else 0)
+            (run_dir / "version.new").write_text(str(n))
+            os.replace(run_dir / "version.new", run_dir / "version")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        asyncio.run(orchestrator.run(cfg))
+    except BaseExceptionGroup as e:
+        while isinstance(e, BaseExceptionGroup):
+            e = e.exceptions[0]
+        raise e from None
+    finally:
+        over.set()
+        thread.join()
+    return run_dir
+
+
+@pytest.fixture
+def run(tmp_path, models, fake_servers, monkeypatch):
+    """run(steps, env, *overrides, fake={...}) -> run directory: orchestrate() with a fake server."""
+
+    def go(steps, env, *overrides, fake=None, template="", train_s=0.0):
+        write_run(tmp_path, models["untied"], steps, env)
+        url = fake_servers(template)
+        httpx.post(f"{url}/fake", json=fake or {})
+        cfg = load_config(tmp_path / "run.toml", [f'inference.urls=["{url}"]', *overrides])
+        monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
+        return orchestrate(cfg, train_s)
+
+    from transformers import AutoTokenizer
+
+    go.run_dir, go.tokenizer = tmp_path / "run", AutoTokenizer.from_pretrained(models["untied"])
+    return go
+
+
+def all_batches(run_dir):
+    return [load_batch(path) for path in sorted((run_dir / "batches").glob("*.safetensors"))]
 
 
 class VLLM:

@@ -10,7 +10,8 @@ import pytest
 import reverse_text
 from conftest import ROOT
 
-from env import MultiTurnEnv, Rubric, SingleTurnEnv, call, load_environment
+from configs.lib.data import DataError, load_rows
+from env import MultiTurnEnv, Rubric, RubricGroup, SingleTurnEnv, ToolEnv, Truncated, call, load_environment
 
 ROWS = [{"question": "2 + 2?", "answer": "4", "info": {"hard": True}}]
 
@@ -74,6 +75,221 @@ def test_functions_get_the_arguments_they_name_and_run_in_threads():
     assert asyncio.run(call(lambda b: b, a=1, b=2)) == 2
     assert asyncio.run(call(lambda **all: sorted(all), a=1, b=2)) == ["a", "b"]
     assert asyncio.run(call(lambda: threading.get_ident())) != here
+
+
+def test_weights_by_step_and_groups_of_rubrics():
+    def right(completion, answer):
+        return completion[-1]["content"] == answer
+
+    def short(completion, limit):
+        return len(completion[-1]["content"]) < limit
+
+    def style(completion):
+        return 0.5
+
+    rubric = RubricGroup([Rubric([right], [lambda step: 1 + step]), Rubric([short, style], [0.25, 0], limit=3)])
+    env = SingleTurnEnv(ROWS, rubric=rubric)
+    state, (reward, metrics), _ = rollout(env, ["4"])
+    assert reward == 1.25 and metrics == {"right": 1.0, "short": 1.0, "style": 0.5}
+    assert asyncio.run(rubric.score(state | {"step": 3}))[0] == 4.25
+    with pytest.raises(ValueError, match="two functions are called 'right'"):
+        rubric + Rubric([right])
+
+
+def test_functions_of_a_group_see_all_its_rollouts():
+    def best(completions, answer):  # of the group: its longest answer
+        lens = [len(c[-1]["content"]) for c in completions]
+        return [float(n == max(lens)) for n in lens]
+
+    async def names_states(states, step):
+        return [s["turn"] + step for s in states]
+
+    def alone(completion):
+        return 1.0
+
+    rubric = Rubric([best, alone, names_states], [2.0, 1.0, 0.1])
+    env = SingleTurnEnv(ROWS, rubric=rubric)
+    states = [rollout(env, [text])[0] for text in ("a", "bbb", "cc")]
+    assert asyncio.run(rubric.score(states[0])) == (1.0, {"alone": 1.0})
+    scores = asyncio.run(rubric.score_group(states))
+    assert [reward for reward, _ in scores] == pytest.approx([0.1, 2.1, 0.1])
+    assert scores[1][1] == {"best": 1.0, "names_states": 1.0}
+    assert asyncio.run(Rubric([alone]).score_group(states)) == []
+    with pytest.raises(ValueError, match="returned 1 numbers for 3"):
+        asyncio.run(Rubric([lambda states: [1.0]]).score_group(states))
+    with pytest.raises(ValueError, match="no finite number"):
+        asyncio.run(Rubric([lambda states: [1.0, None, 2.0]]).score_group(states))
+
+
+def test_rewards_by_turn_add_up_and_the_rest_counts_at_the_last_turn():
+    class Echo(MultiTurnEnv):
+        def env_response(self, messages, state):
+            return [{"role": "user", "content": "more"}]
+
+    def each(completion):
+        return [float(m["content"]) for m in completion if m["role"] == "assistant"]
+
+    def whole(completion):
+        return 10.0
+
+    env = Echo(ROWS, max_turns=3, rubric=Rubric([each, whole], [0.5, 1.0]))
+    _, (reward, metrics), _ = rollout(env, ["1", "2", "3"])
+    assert reward == [0.5, 1.0, 11.5] and metrics == {"each": 6.0, "whole": 10.0}
+    with pytest.raises(ValueError, match="returned 2 numbers for 3"):
+        rollout(Echo(ROWS, max_turns=3, rubric=Rubric([lambda: [1.0, 2.0]])), ["1", "2", "3"])
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int = 1, note: str = "") -> str:
+    """Add two numbers.
+
+    Args:
+        a: the first
+        b (int): the second
+    """
+    return str(a + b)
+
+
+async def shout(text: str, state) -> str:
+    state["shouted"] = text
+    return text.upper() * 5000
+
+
+def fails(text: str):
+    raise RuntimeError(f"no {text} \ud800")
+
+
+def calls(*requests):
+    functions = [{"id": str(i), "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(requests)]
+    return {"role": "assistant", "content": "", "tool_calls": functions}
+
+
+def test_tool_schemas_come_from_signature_and_docstring():
+    schema = ToolEnv(ROWS, [add, shout]).tools
+    assert schema[0]["function"] == {
+        "name": "add", "description": "Add two numbers.",
+        "parameters": {"type": "object", "required": ["a"], "properties": {
+            "a": {"type": "integer", "description": "the first"},
+            "b": {"type": "integer", "default": 1, "description": "the second"},
+            "note": {"type": "string", "default": ""},
+        }},
+    }  # fmt: skip
+    assert list(schema[1]["function"]["parameters"]["properties"]) == ["text"]  # state is not the policy's to give
+
+
+def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
+    wrong = [("add", "{"), ("add", '{"a": "x"}'), ("add", '{"b": 1}'), ("add", '{"a": 1, "c": 2}'), ("add", "[1]"),
+             ("nothing", "{}"), ("fails", '{"text": "luck"}'), ("add", ""), ("state", "{}")]  # fmt: skip
+    env = ToolEnv(ROWS, [add, shout, fails], max_turns=3, max_output=100)
+
+    async def go():
+        state, replies = (
+            env.start(ROWS[0]),
+            [calls(("add", '{"a": 3}'), ("shout", '{"text": "hi"}')), calls(*wrong), "done"],
+        )
+
+        async def generate(prompt, tools=None):
+            seen.append((prompt, tools))
+            reply = replies.pop(0)
+            return reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+
+        await env.rollout(state, generate)
+        return state
+
+    seen = []
+    state = asyncio.run(go())
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts[0] == "4" and texts[1] == "HI" * 50 + "\n[cut at 100 characters]" and state["shouted"] == "hi"
+    expected = ["Invalid JSON", "a: Input should be a valid integer", "a: Field required", "c: Extra inputs",
+                "an object",
+                "there is no tool 'nothing', only add, shout, fails", "RuntimeError: no luck ?",
+                "a: Field required", "there is no tool 'state'"]  # fmt: skip
+    assert len(texts) == 11
+    for text, want in zip(texts[2:], expected):
+        assert text.startswith("error: ") and want in text, (text, want)
+    assert state["turn"] == 3 and all(tools == env.tools for _, tools in seen)
+    assert [m["tool_call_id"] for m in state["completion"] if m["role"] == "tool"][:3] == ["0", "1", "0"]
+
+
+def test_endless_tool_loops_end_at_max_turns():
+    env = ToolEnv(ROWS, [add])
+
+    async def go():
+        async def generate(prompt, tools=None):
+            return calls(("add", '{"a": 1}'))
+
+        await env.rollout(state, generate)
+
+    state = env.start(ROWS[0])
+    asyncio.run(go())
+    assert state["turn"] == 8  # the default
+
+
+def test_an_environment_may_have_the_last_word_or_run_out_of_room():
+    class Ends(MultiTurnEnv):
+        def env_response(self, messages, state):
+            state["final_env_response"] = True
+            return [{"role": "user", "content": "over"}]
+
+    state, _, _ = rollout(Ends(ROWS), ["1", "2"])
+    assert [m["content"] for m in state["completion"]] == ["1", "over"]
+
+    async def no_room(prompt, tools=None):
+        raise Truncated
+
+    with pytest.raises(Truncated):
+        asyncio.run(Ends(ROWS).rollout(Ends(ROWS).start(ROWS[0]), no_room))
+
+
+# --- rows, and scoring without a server -------------------------------------------------------------------------------
+
+
+def test_rows_come_from_lists_files_and_hugging_face(tmp_path):
+    from datasets import Dataset
+
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "a", "info": "{\\"x\\": 1}"}\n\n{"prompt": "b", "difficulty": 3}\n'
+    )
+    rows = load_rows(str(tmp_path / "rows.jsonl"))
+    assert rows == [{"question": "a", "info": {"x": 1}}, {"prompt": "b", "difficulty": 3}]
+    env = SingleTurnEnv(tmp_path / "rows.jsonl", eval_dataset=Dataset.from_list([{"question": "c", "answer": "d"}]))
+    assert env.eval_dataset == [{"question": "c", "answer": "d"}] and len(env.dataset) == 2
+    assert SingleTurnEnv(lambda: ROWS).dataset == ROWS
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    state = SingleTurnEnv(ROWS, system_prompt="S", few_shot=chat).start(ROWS[0])
+    assert [m["content"] for m in state["prompt"]] == ["S", "q", "a", "2 + 2?"]
+    bad = {"is no dict": "text", "neither 'prompt' nor": {"answer": "1"}, "no text": {"question": 3},
+           "roles": {"prompt": [1]},
+           "no dict": {"question": "a", "info": [1]}, "no JSON": {"question": "a", "info": "{"}}  # fmt: skip
+    for problem, row in bad.items():
+        with pytest.raises(DataError, match=rf"dataset\[2\].*{problem}"):
+            SingleTurnEnv([*ROWS, *ROWS, row])
+    (tmp_path / "broken.jsonl").write_text('{"question": "a"}\n{"question"\n')
+    with pytest.raises(DataError, match="line 2 of .*broken.jsonl is no JSON"):
+        load_rows(tmp_path / "broken.jsonl")
+    with pytest.raises(DataError, match="no file .*missing.jsonl"):
+        load_rows(tmp_path / "missing.jsonl", "eval_dataset")
+    assert DataError.code == 4
+
+
+def test_score_without_a_server():
+    def exact(completion, answer):
+        return {"4": 1.0, "5": None}.get(completion[-1]["content"], 0.0)
+
+    def first(completions):
+        return [float(i == 0) for i in range(len(completions))]
+
+    env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=Rubric([exact, first], [1.0, 0.5]))
+    asked = "2 + 2?"
+    messages = [{"role": "user", "content": asked}]
+    rewards = env.score([asked, messages, asked, env.start(ROWS[0])["prompt"]], ["4", "4", "5", messages[:0] + [
+        {"role": "assistant", "content": "4"}]])  # fmt: skip
+    assert rewards == [1.5, 1.0, None, 1.0]
+    assert env.score(["new"], ["4"], answer=["4"]) == [1.5]
+    with pytest.raises(ValueError, match=r"prompts\[1\] is in no row"):
+        env.score([asked, "other"], ["4", "4"])
 
 
 def test_bad_rows_are_named():

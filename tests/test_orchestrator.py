@@ -1,98 +1,20 @@
 """orchestrator.py against the fake server: order, staleness, refills, what goes wrong, what resumes."""
 
-import asyncio
-import os
+import itertools
+import json
 import shutil
-import threading
 import time
 from collections import Counter
 
 import httpx
 import pytest
-from conftest import launch, lines
+from conftest import all_batches, lines
 
 import orchestrator
 from configs.lib.batch import load_batch
-from configs.lib.order import Order
-from configs.lib.runtime import RunError, load_config, run_directory
-from orchestrator import extend_or_fork
-
-TOML = """
-model = "{model}"
-run_name = "run"
-output_dir = "{out}"
-max_steps = {steps}
-max_seq_len = 64
-[env]
-id = "think_env"
-args = {args}
-[orchestrator]
-batch_size = 16
-rollouts_per_example = 4
-[orchestrator.sampling]
-max_tokens = 6
-[trainer]
-dtype = "fp32"
-use_lora = false
-learning_rate = 1e-3
-gradient_checkpointing = false
-"""
-
-
-@pytest.fixture
-def launched(tmp_path, models):
-    """launched(steps, args, *overrides, **environment) -> CompletedProcess, run directory: the whole of launch.sh."""
-
-    def go(steps, args, *overrides, check=True, **env):
-        (tmp_path / "run.toml").write_text(TOML.format(model=models["untied"], out=tmp_path, steps=steps, args=args))
-        return launch(tmp_path / "run.toml", *overrides, check=check, **env), tmp_path / "run"
-
-    return go
-
-
-@pytest.fixture
-def run(tmp_path, models, fake_servers, monkeypatch):
-    """run(steps, args, *overrides, fake={...}) -> run directory: orchestrator.run in this process, with a fake server
-    and a stand-in for the trainer that declares version n + 1 live once batch n is there."""
-
-    def go(steps, args, *overrides, fake=None, template="", train_s=0.0):
-        (tmp_path / "run.toml").write_text(TOML.format(model=models["untied"], out=tmp_path, steps=steps, args=args))
-        url = fake_servers(template)
-        httpx.post(f"{url}/fake", json=fake or {})
-        cfg = load_config(tmp_path / "run.toml", [f'inference.urls=["{url}"]', *overrides])
-        monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
-        run_dir, over = run_directory(cfg), threading.Event()
-
-        def train():
-            for n in range(steps + 1):
-                while n and not (run_dir / "batches" / f"step_{n - 1:06d}.safetensors").exists():
-                    if over.wait(0.01):
-                        return
-                time.sleep(train_s if n else 0)
-                (tmp_path / "version").write_text(str(n))
-                os.replace(tmp_path / "version", run_dir / "version")
-
-        thread = threading.Thread(target=train)
-        thread.start()
-        try:
-            asyncio.run(orchestrator.run(cfg))
-        except BaseExceptionGroup as e:
-            while isinstance(e, BaseExceptionGroup):
-                e = e.exceptions[0]
-            raise e from None
-        finally:
-            over.set()
-            thread.join()
-        return run_dir
-
-    from transformers import AutoTokenizer
-
-    go.run_dir, go.tokenizer = tmp_path / "run", AutoTokenizer.from_pretrained(models["untied"])
-    return go
-
-
-def all_batches(run_dir):
-    return [load_batch(path) for path in sorted((run_dir / "batches").glob("*.safetensors"))]
+from configs.lib.order import Order, deal
+from configs.lib.runtime import RunError
+from orchestrator import Group, Rollout, extend_or_fork
 
 
 def test_extend_or_fork():
@@ -267,6 +189,110 @@ def test_staleness_is_bounded_and_reached(run):
         assert all(s["age"] == n - s["versions"][0] for s in batch.samples)
 
 
+# --- several environments, difficulty, curriculum ---------------------------------------------------------------------
+
+MIX = """
+[[env]]
+id = "think_env"
+name = "often"
+ratio = 3.0
+args = {{ kind = "noise" }}
+[[env]]
+id = "think_env"
+name = "seldom"
+args = {{ kind = "{other}", num_rows = 7 }}
+"""
+
+
+def test_environments_are_dealt_out_by_ratio():
+    for ratios in ({"a": 3, "b": 1}, {"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 1}, {"a": 1, "b": 100}):
+        names = list(itertools.islice(deal(ratios), 500))
+        for num in range(1, 501):
+            for name, ratio in ratios.items():
+                assert abs(names[:num].count(name) - num * ratio / sum(ratios.values())) < 1
+
+
+@pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
+def test_a_mix_is_trained_at_its_ratio(run, other):
+    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
+    batches = all_batches(run_dir)
+    kept = Counter((s["env"], s["group"]) for b in batches for s in b.samples)
+    shares = Counter(name for name, _ in kept)
+    assert shares == {"often": 36, "seldom": 12}
+    for batch in batches:
+        m = batch.info["metrics"]
+        assert m["env/often/group/kept"] == 6 and m["env/seldom/group/kept"] == 2
+        assert m["env/often/rollout/num"] + m["env/seldom/rollout/num"] == m["rollout/num"]
+        assert "env/often/reward/noisy" in m and "env/seldom/reward/noisy" not in m
+    assert [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")] == [
+        (0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")
+    ]  # fmt: skip
+
+
+def groups_of(row, *rewards, dropped=""):
+    return Group("e", row, row, [Rollout({}, reward=r) for r in rewards], dropped)
+
+
+def test_online_difficulty_prefers_the_middle_and_retires_what_is_always_flat(make_cfg):
+    rows = [{"question": str(i)} for i in range(40)]
+    cfg = make_cfg("orchestrator.buffer=online-difficulty", "orchestrator.retire_after=2")
+    order = Order(rows, cfg)
+    assert sorted(order.take(0)[1] for _ in range(40)) == list(range(40))  # nothing is known yet
+    for i in range(10):
+        for _ in range(2):
+            order.settle(groups_of(i, 1.0, 1.0, dropped="flat at reward 1"))  # always solved
+            order.settle(groups_of(10 + i, 0.0, 0.0, dropped="flat at reward 0"))  # never
+        order.settle(groups_of(20 + i, *[1.0] * 9, 0.0))  # easy
+        order.settle(groups_of(30 + i, 1.0, 0.0))
+    order.settle(groups_of(9, 1.0, 0.0))  # it is not always solved after all
+    assert order.tasks["0"] == [1.0, 2] and order.tasks["20"] == [0.9, 0] and order.tasks["9"][1] == 0
+    again = Order(rows, cfg, json.loads(json.dumps(order.ledger())))  # as a checkpoint has it
+    taken = [order.take(0) for _ in range(300)]
+    assert taken == [again.take(0) for _ in range(300)]
+    counts = Counter(row for _, row in taken)
+    assert not {*range(9), *range(10, 20)} & set(counts)
+    easy, middle = (sum(counts[i] for i in r) for r in (range(20, 30), range(30, 40)))
+    assert 1.5 < middle / easy < 3  # chances 1 and 4 x 0.9 x 0.1 + 0.1
+    only = Order(rows[:2], cfg)
+    for i in (0, 1, 0, 1):
+        only.settle(groups_of(i, 1.0, 1.0, dropped="flat at reward 1"))
+    with pytest.raises(RunError, match="no row is left at step 3.*retired") as e:
+        only.take(3)
+    assert e.value.code == 4
+
+
+def test_curriculum_goes_by_difficulty_and_step(make_cfg):
+    rows = [{"question": str(i), "difficulty": ["easy", 2, "hard", None][i % 4]} for i in range(40)]
+    order = Order(rows, make_cfg('orchestrator.curriculum={easy=[0, 10], "2"=[5, 20], hard=[10, 100]}'))
+    for step, allowed in {0: {0, 3}, 5: {0, 1, 3}, 10: {1, 2, 3}, 30: {2, 3}}.items():
+        assert {order.take(step)[1] % 4 for _ in range(60)} == allowed
+    with pytest.raises(RunError, match="no row is left at step 7: outside the curriculum"):
+        Order(rows[2:3], make_cfg("orchestrator.curriculum={hard=[10, 100]}")).take(7)
+
+
+def test_difficulty_survives_in_batches_and_metrics(run):
+    run_dir = run(4, '{ kind = "turns", num_turns = 1, num_rows = 9 }', "orchestrator.buffer=online-difficulty")
+    ledger = all_batches(run_dir)[-1].info["ledger"]["think_env"]
+    settled = [r for r in lines(run_dir / "rollouts.jsonl")]
+    assert set(ledger["tasks"]) == {str(r["example"]) for r in settled}
+    assert all(0 <= rate <= 1 for rate, _ in ledger["tasks"].values())
+
+
+def test_oversampling_puts_the_surplus_back(run):
+    """Twice the groups are under way; the lowest indices that teach are trained on, the rest come again later."""
+    overrides = ("orchestrator.oversampling_factor=2.0", "orchestrator.rollouts_per_example=2")
+    run_dir = run(5, '{ kind = "turns", num_turns = 1 }', *overrides, fake={"slow": [3, 0.2]})
+    seen = set()
+    for batch in all_batches(run_dir):
+        trained = {s["group"] for s in batch.samples}
+        dropped = {int(key.split(":")[1]) for key in batch.info["dropped"]}
+        assert len(trained) == 8 and not (trained | dropped) & seen
+        seen |= trained | dropped
+        ledger = batch.info["ledger"]["think_env"]
+        assert seen | set(ledger["open"]) == set(range(ledger["next"]))
+    assert max(seen) < len(seen) + 24  # none is left behind for long
+
+
 # --- the whole of launch.sh, with a fake server -----------------------------------------------------------------------
 
 
@@ -376,8 +402,3 @@ def test_judge():
     assert orchestrator.judge([good, none]) == "failed: , X" and not orchestrator.judge([good, bad, none])
     assert not orchestrator.judge([good, masked])
     assert orchestrator.judge([masked, orchestrator.Rollout({}, reward=0.7)]) == "empty or masked"
-
-
-def test_config_of_the_tests_loads(tmp_path):
-    (tmp_path / "x.toml").write_text(TOML.format(model="m", out=tmp_path, steps=1, args="{}"))
-    assert load_config(tmp_path / "x.toml").env[0].id == "think_env"

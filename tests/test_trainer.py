@@ -12,7 +12,7 @@ from conftest import lines, make_samples, run_trainer
 from safetensors.torch import load_file
 
 import trainer
-from configs.lib.batch import load_batch, save_batch
+from configs.lib.batch import load_batch, replace_advantages, save_batch
 from configs.lib.checkpoint import load_checkpoint, save_checkpoint
 from configs.lib.runtime import RunError
 
@@ -551,3 +551,98 @@ def test_replay_recomputes_advantages(make_cfg, tmp_path):
     expected = samples[7]["reward"] - (sum(rewards) - samples[7]["reward"]) / 3
     assert batch.advantages[-1].item() == pytest.approx(expected, abs=1e-6)
     assert batch.advantages[-4].item() == pytest.approx(expected, abs=1e-6)
+
+
+# --- credit by turn ---------------------------------------------------------------------------------------------------
+
+
+def member(reward, turns=None, num_turns=None):
+    return {"reward": reward, "turn_rewards": turns, "num_turns": num_turns or len(turns or [0])}
+
+
+def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
+    """By hand: gamma 1/2, returns 1.5, 1, 2 and 0.5, 1; the second ended before turn 2, where it counts 0."""
+    group = [member(3.0, [1.0, 0.0, 2.0]), member(1.0, [0.0, 1.0])]
+    assert trainer.compute_advantages([group], "mean", 0.5) == [[[0.5, 0.0, 1.0], [-0.5, 0.0]]]
+    assert trainer.compute_advantages([group], "leave_one_out", 0.5) == [[[1.0, 0.0, 2.0], [-1.0, 0.0]]]
+    # without turn rewards the reward is the last turn's; with gamma 1 it is the whole rollout's: one number
+    group = [member(4.0, num_turns=3), member(2.0, num_turns=1)]
+    assert trainer.compute_advantages([group], "mean", 0.5) == [[[-0.5, 1.0, 2.0], [0.5]]]
+    assert trainer.compute_advantages([group, group], "mean") == [[1.0, -1.0]] * 2
+    mixed = [member(4.0, num_turns=2), member(1.0, [1.0, 0.0])]
+    assert trainer.compute_advantages([mixed], "mean") == [[[1.5, 2.0], [-1.5, -2.0]]]
+
+
+def test_credit_by_turn_is_unbiased_where_the_policy_chooses_when_to_stop():
+    """Every pair of rollouts of a policy that goes on with probability p: the expected gradient is the true one, times
+    (G - 1) / G as for the mean over a group. A baseline over those still going would not be."""
+    theta = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    reward_of = {"stop": 0.2, "go": 0.7}  # per turn; at most 3 turns
+    plays = [["stop"], ["go", "stop"], ["go", "go", "stop"], ["go", "go", "go"]]
+
+    def logp(action):
+        return torch.nn.functional.logsigmoid(theta if action == "go" else -theta)
+
+    def chance(play):
+        return torch.stack([logp(a) for a in play]).sum().exp()
+
+    true = sum(chance(play) * sum(reward_of[a] for a in play) for play in plays)
+    (true_grad,) = torch.autograd.grad(true, theta)
+    expected = 0.0
+    for one in plays:
+        for two in plays:
+            group = [member(sum(r), r) for r in ([reward_of[a] for a in play] for play in (one, two))]
+            (table,) = trainer.compute_advantages([group], "mean", 1.0)
+            loss = sum(adv * logp(a) for play, row in zip((one, two), table) for a, adv in zip(play, row))
+            (grad,) = torch.autograd.grad(loss, theta)
+            expected += (chance(one) * chance(two)).item() * grad.item() / 2
+    assert expected == pytest.approx(true_grad.item() / 2, abs=1e-12)
+
+
+def test_each_turns_tokens_get_their_turns_advantage(tmp_path):
+    turns = [0, 0, 0, 1, 1]
+    about = {
+        "tokens": [5, 6, 7, 8, 9],
+        "mask": [0, 1, 0, 0, 1],
+        "logp": [0.0] * 5,
+        "turns": turns,
+        "env": "e",
+        "group": 0,
+    }
+    two = [about | {"rollout": 0, "advantage": [0.5, -1.0]} | member(3.0, [1.0, 2.0]),
+           about | {"rollout": 1, "advantage": 2.0} | member(1.0, num_turns=2)]  # fmt: skip
+    save_batch(tmp_path / "step_000000.safetensors", two, {"step": 0})
+    batch = load_batch(tmp_path / "step_000000.safetensors")
+    assert batch.advantages.tolist() == [0.5] * 3 + [-1.0] * 2 + [2.0] * 5 and batch.turns.tolist() == turns * 2
+    again = replace_advantages(batch, trainer.compute_advantages, "mean", 0.5)
+    assert again.advantages.tolist() == [0.75] * 3 + [0.5] * 2 + [-0.75] * 3 + [-0.5] * 2
+
+
+def test_text_of_unknown_origin_has_ratio_one(make_cfg, tmp_path):
+    """old_logp is nan in offline batches: the first update is the same as with the policy's own logp."""
+    cfg = make_cfg("trainer.loss=grpo", "trainer.updates_per_batch=2")
+    samples, results = make_samples(), {}
+    save_batch(
+        tmp_path / "a.safetensors", [s | {"logp": [math.nan] * len(s["logp"])} for s in samples], {"offline": True}
+    )
+    with pytest.raises(RunError, match="old_logp or advantages not finite"):
+        save_batch(tmp_path / "b.safetensors", [s | {"logp": [math.nan] * len(s["logp"])} for s in samples], {})
+        load_batch(tmp_path / "b.safetensors")
+    batch = load_batch(tmp_path / "a.safetensors")
+    for kind in ("unknown", "own"):
+        torch.manual_seed(0)
+        policy = trainer.build_policy(cfg, CPU, 1)
+        params = [p for p in policy.parameters() if p.requires_grad]
+        if kind == "own":
+            order = sorted(range(len(samples)), key=lambda i: len(samples[i]["tokens"]))
+            micro = trainer.collate(batch, order, CPU)
+            own_logp = torch.zeros_like(batch.old_logp)
+            starts = (batch.sample_lens.cumsum(0) - batch.sample_lens).tolist()
+            at = [starts[i] + j for i in order for j, m in enumerate(samples[i]["mask"]) if m]
+            own_logp[at] = policy(micro)[0].detach()
+            batch = batch._replace(old_logp=own_logp)
+        metrics = trainer.train_step(policy, None, torch.optim.AdamW(params, 1e-3), batch, 0, cfg, 0, 1, CPU)
+        assert metrics["policy/kl_sampler"] == pytest.approx(0, abs=1e-9)
+        results[kind] = metrics["loss"], torch.cat([p.detach().flatten() for p in params])
+    assert results["unknown"][0] == pytest.approx(results["own"][0], abs=1e-7)
+    assert (results["unknown"][1] - results["own"][1]).abs().max() < 1e-5

@@ -70,7 +70,7 @@ class XMLParser(Parser):
         found = {}
         for field in self.fields:
             for tag in field:
-                contents = re.findall(rf"<{tag}>\s*(.*?)\s*</{tag}>", text, re.DOTALL)
+                contents = re.findall(rf"<{tag}>\s*((?:(?!<{tag}>).)*?)\s*</{tag}>", text, re.DOTALL)
                 found[tag] = contents[-1 if last else 0] if contents else None
         return SimpleNamespace(**found)
 

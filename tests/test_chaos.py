@@ -1,0 +1,164 @@
+"""200 random mixes of bad rewards, tool calls and replies: the loss stays finite or the run ends with exit code 4, and
+every rollout is counted once."""
+
+import json
+import random
+import time
+from collections import Counter
+
+import pytest
+import torch
+from conftest import RUN_TOML, all_batches, lines, orchestrate
+
+import trainer
+from configs.lib import client as client_module
+from configs.lib.runtime import RunError, load_config
+from env import Rubric, ToolEnv
+
+REWARDS = {
+    "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1", "true": True,
+    "huge": 1e30, "list": [1.0, 2.0, 3.0, 4.0, 5.0],
+}  # fmt: skip
+TOOL_CALLS = {
+    "bad json": '{"a": ', "unknown": "{}", "missing": "{}", "no object": "[1]", "raises": '{"a": 1}',
+    "fine": '{"a": 2}', "surrogate": '{"a": "\\ud800"}', "empty": "",
+}  # fmt: skip
+TEXTS = {"plain": "hello", "empty": "", "nothing": None, "surrogate": "a\ud800b", "nul": "a\0b", "long": "x" * 10**4}
+TOKENS = {"some": 3, "eos": 1, "none": 0, "most": 20}
+FAULTS = ["logprobs none", "logprobs nan", "logprobs -inf", "logprobs short", "logprobs long", "logprobs positive",
+          "no ids", "no choices", "raise", "hang"]  # fmt: skip
+
+
+class Chaos:
+    """An environment and a server that misbehave, each time otherwise, as often as `share` says."""
+
+    def __init__(self, seed):
+        self.rng = random.Random(seed)
+        self.share = self.rng.choice([0.0, 0.1, 0.3, 0.6, 0.95])
+        self.issued = 0
+
+    def bad(self):
+        return self.rng.random() < self.share
+
+    def environment(self):
+        def number(a: int) -> str:
+            if a == 1:
+                raise RuntimeError("the tool raises")
+            return "\ud800" + "long " * 4000 if self.bad() else str(a)
+
+        def reward(completion):
+            if not self.bad():
+                return self.rng.random()
+            kind = self.rng.choice([*REWARDS, "raise", "hang"])
+            if kind == "hang":
+                time.sleep(0.1)
+            if kind == "raise":
+                raise ZeroDivisionError
+            return REWARDS.get(kind, 0.5)
+
+        def of_group(completions):
+            return [1.0] * (len(completions) - (self.bad() and self.bad()))
+
+        rows = [{"question": f"row {i}"} for i in range(17)]
+        rubric = Rubric([reward, of_group][: self.rng.choice([1, 2])])
+        return ToolEnv(rows, [number], max_turns=3, max_output=40, rubric=rubric)
+
+    async def post(self, client, server, path, body):
+        import asyncio
+
+        fault = self.rng.choice(FAULTS) if self.bad() else ""
+        if fault == "raise":
+            raise ConnectionError("the server is gone")
+        if fault == "hang":
+            await asyncio.sleep(5)
+        prompt_ids = client.tokenize(body["messages"], body["tools"])
+        assert len(prompt_ids) + body["max_tokens"] <= client.cfg.run.max_seq_len
+        choices = [self.choice(i, body["max_tokens"], fault) for i in range(body["n"])]
+        return {"choices": [] if fault == "no choices" else choices, "prompt_token_ids": prompt_ids}
+
+    def choice(self, i, max_tokens, fault):
+        num = min(TOKENS[self.rng.choice([*TOKENS])] if self.bad() else 4, max_tokens)
+        ids, logps = [self.rng.randrange(7, 102) for _ in range(num)], [-self.rng.random() * 5 for _ in range(num)]
+        wrong = {"nan": float("nan"), "-inf": -float("inf"), "positive": 0.5}.get(fault.removeprefix("logprobs "))
+        logps = [wrong] * num if wrong is not None else logps
+        logps = {"logprobs short": logps[:-1], "logprobs long": [*logps, -1.0]}.get(fault, logps)
+        message = {"content": TEXTS[self.rng.choice([*TEXTS])] if self.bad() else "hello"}
+        if self.rng.random() < 0.5:
+            name = self.rng.choice([*TOOL_CALLS]) if self.bad() else "fine"
+            function = {"name": "nothing" if name == "unknown" else "number", "arguments": TOOL_CALLS[name]}
+            message["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
+        content = None if fault == "logprobs none" else [{"logprob": x} for x in logps]
+        done = "length" if num == max_tokens else "stop"
+        ids = None if fault == "no ids" else ids
+        return {
+            "index": i,
+            "message": message,
+            "token_ids": ids,
+            "logprobs": {"content": content},
+            "finish_reason": done,
+        }
+
+
+@pytest.fixture(scope="module")
+def policy(models, tmp_path_factory):
+    path = tmp_path_factory.mktemp("chaos") / "chaos.toml"
+    path.write_text(RUN_TOML.format(model=models["untied"], out=path.parent, steps=1, env='[env]\nid = "think_env"'))
+    cfg = load_config(path)
+    policy = trainer.build_policy(cfg, torch.device("cpu"), 1)
+    return policy, [p for p in policy.parameters() if p.requires_grad]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(models):
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(models["untied"])
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_mixes(block, policy, tokenizer, models, tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
+    ends = Counter()
+    for seed in range(20 * block, 20 * block + 20):
+        ends[one_mix(seed, policy, models, tmp_path / str(seed), monkeypatch)] += 1
+    assert sum(ends.values()) == 20 and ends["trained"] >= 5, ends
+
+
+def one_mix(seed, policy, models, path, monkeypatch):
+    path.mkdir()
+    env = '[env]\nid = "think_env"\n[inference.args]\nenable_auto_tool_choice = true'
+    (path / "run.toml").write_text(RUN_TOML.format(model=models["untied"], out=path, steps=2, env=env))
+    more = ["orchestrator.generation_timeout=0.3", "orchestrator.sampling.max_tokens=20", 'inference.urls=["http://x"]']
+    cfg = load_config(path / "run.toml", [*more, "inference.allow_remote=true", f"seed={seed}"])
+    chaos = Chaos(seed)
+    monkeypatch.setattr(client_module.Client, "post", lambda self, *args: chaos.post(self, *args))
+    monkeypatch.setattr("orchestrator.load_environment", lambda *args: chaos.environment())
+    try:
+        run_dir = orchestrate(cfg)
+    except RunError as e:
+        assert e.code == 4, e
+        return "exit 4"
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    for n, batch in enumerate(all_batches(run_dir)):
+        m, mine = batch.info["metrics"], [r for r in rollouts if r["step"] == n]
+        scored, failed = ([r for r in mine if bool(r["error"]) == is_bad] for is_bad in (False, True))
+        assert len(scored) + len(failed) == len(mine) == m["rollout/num"] and len(failed) == m["rollout/errors"]
+        assert m["rollout/errors"] == sum(v for k, v in m.items() if k.startswith("error/"))
+        assert all(r["reward"] is None for r in failed) and all(abs(r["reward"]) <= 2 for r in scored)
+        groups = Counter(r["group"] for r in mine)
+        assert (
+            set(groups.values()) == {4}
+            and len(groups) == m["group/kept"] + m["group/flat"] + m["group/failed"] + (m["group/empty"])
+        )
+        trained = {(s["group"], s["rollout"]) for s in batch.samples}
+        assert trained <= {(r["group"], r["rollout"]) for r in scored if not r["dropped"]}
+        net, params = policy
+        metrics = trainer.train_step(
+            net, None, torch.optim.AdamW(params, 1e-4), batch, n, cfg, 0, 1, torch.device("cpu")
+        )
+        assert metrics["loss"] == metrics["loss"] and abs(metrics["loss"]) < 1e3 and not metrics["optim/skipped"]
+        assert all(p.isfinite().all() for p in params)
+    json.dumps(rollouts, allow_nan=False)
+    return "trained"

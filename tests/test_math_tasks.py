@@ -1,0 +1,521 @@
+"""configs/gsm8k.py, configs/math_python.py and the sandbox that runs its code."""
+
+import asyncio
+import json
+import operator
+import os
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import types
+import uuid
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gsm8k
+import math_python
+import pytest
+from conftest import ROOT
+
+from configs import sandbox
+from configs.lib.data import DataError
+from configs.lib.runtime import load_config
+from configs.sandbox import CannotContain, Sandbox
+
+# Name, then the code. What it prints must not have a line "LEAK".
+ATTACKS = """
+--- prints 1 GB
+import sys
+for _ in range(1000): sys.stdout.write("x" * 10**6)
+--- prints 1 GB of errors
+import sys
+for _ in range(1000): sys.stderr.write("x" * 10**6)
+--- prints bytes that are no text
+import os
+os.write(1, b"\\xff\\x00" * 10**5)
+--- allocates 3 GiB
+x = bytearray(3 << 30)
+print("LEAK")
+--- loops
+while 1: pass
+--- sleeps
+import time
+time.sleep(60)
+--- fork bomb
+import os
+while 1:
+    try: os.fork()
+    except OSError: pass
+--- daemon that keeps stdout
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: time.sleep(60)
+print("parent ends")
+--- daemon that hides
+import os, ctypes, time
+os.setsid()
+ctypes.CDLL(None).prctl(1, 0)
+if os.fork(): time.sleep(60)
+ctypes.CDLL(None).prctl(1, 0)
+os.setsid()
+time.sleep(60)
+--- stops the clock
+import os, signal
+os.kill(os.getppid(), signal.SIGSTOP)
+os.setsid()
+while 1: pass
+--- kills everybody
+import os
+os.kill(-1, 9)
+--- 50 MB file
+import os
+with open("big", "wb") as f: f.write(bytes(50 * 10**6))
+print("LEAK")
+--- 1000 files
+for i in range(1000): open(str(i), "wb").write(bytes(10**6))
+print("LEAK")
+--- namespaces
+import ctypes
+if ctypes.CDLL(None).unshare(0x10000000) == 0: print("LEAK")
+--- mounts
+import subprocess
+if subprocess.run(["mount", "-o", "remount,bind,rw", "/"]).returncode == 0: print("LEAK")
+"""
+ATTACKS = dict(part.split("\n", 1) for part in ATTACKS.split("--- ")[1:])
+
+
+def survivors(marker):
+    """Processes whose command line has the marker: forks keep it, whatever group, session or parent they have."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker in path.read_bytes().decode(errors="replace"):
+                found.append(int(path.parent.name))
+        except OSError:
+            pass  # it has ended
+    return found
+
+
+@pytest.fixture(scope="module")
+def contained():
+    """A sandbox with a short clock, or None where this machine cannot contain code."""
+    try:
+        return Sandbox([Path.home(), ROOT], timeout_s=2)
+    except CannotContain:
+        return None
+
+
+@pytest.fixture
+def box(contained, tmp_path, monkeypatch):
+    """The sandbox; what it leaves would lie in tmp_path. Where there can be none, the test is that it refuses."""
+    if contained is None:
+        with pytest.raises(CannotContain, match="allow_unsandboxed_python = true"):
+            math_python.load_environment()
+        pytest.skip("it cannot contain code here, and refuses to")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return contained
+
+
+def run_marked(box, code):
+    """-> what it says; nothing may be left of it."""
+    marker = uuid.uuid4().hex
+    said = box.run(f"# {marker}\n{code}")
+    assert not survivors(marker) and not os.listdir(tempfile.gettempdir())
+    return said
+
+
+def load_math_python(contained, **args):
+    return math_python.load_environment(allow_unsandboxed_python=contained is None, **args)
+
+
+# --- the sandbox ------------------------------------------------------------------------------------------------------
+
+
+def test_it_contains_or_refuses(contained):
+    if contained:
+        assert len(math_python.load_environment(num_train=2, num_eval=0).dataset) == 2
+    else:
+        with pytest.raises(CannotContain):
+            math_python.load_environment()
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_attacks_end_small_and_leave_nothing(box, attack):
+    began, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = run_marked(box, ATTACKS[attack])
+    assert time.monotonic() - began < 7 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
+    assert len(said.encode()) <= 8192 and "LEAK" not in said.splitlines()
+
+
+def test_what_the_model_sees(box):
+    assert run_marked(box, "print(6 * 7)") == "42"
+    assert run_marked(box, "") == "[nothing printed]"
+    assert run_marked(box, "print(1)\n1 / 0").splitlines()[::3] == ["1", "ZeroDivisionError: division by zero"]
+    assert run_marked(box, "import sys; sys.exit(3)") == "[exit code 3]"
+    assert run_marked(box, "print(1, flush=True)\nwhile 1: pass") == "1\n[stopped after 2 s]"
+    assert run_marked(box, "print('\\ud800')").endswith("surrogates not allowed")
+    assert "SyntaxError" in run_marked(box, "print(")
+    said = run_marked(box, "print('x' * 10**5)\n1 / 0")
+    assert said.startswith("xxx") and "[cut: 100001 bytes printed]" in said and "division" in said
+
+
+def test_calls_share_nothing_and_run_at_once(box):
+    codes = [f"open('x', 'x').write('{i}')\nprint(open('x').read())" for i in range(12)]
+    with ThreadPoolExecutor(12) as pool:
+        assert list(pool.map(box.run, codes)) == [str(i) for i in range(12)]
+
+
+def test_the_wall_clock_is_5_seconds_by_default(contained):
+    env = load_math_python(contained, num_train=1, num_eval=1)
+    began = time.monotonic()
+    assert env.functions["python"]("while 1: pass") == "[stopped after 5 s]"
+    assert 5 <= time.monotonic() - began < 7
+
+
+def test_no_network(box):
+    code = """
+import socket
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+    for address in [("127.0.0.1", PORT), ("127.0.0.1", 8000), ("1.1.1.1", 53), ("169.254.169.254", 80)]:
+        with socket.socket(socket.AF_INET, kind) as s:
+            try:
+                s.settimeout(1)
+                s.connect(address)
+                s.send(b"x")
+            except OSError as e:
+                print(e.errno)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        said = run_marked(box, code.replace("PORT", str(server.getsockname()[1])))
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert said.split() == ["101"] * 8  # ENETUNREACH
+
+
+# CASE: the paths. It prints what it could do.
+FILES = """
+import os, glob
+def tries(what, function):
+    try:
+        print(what, function())
+    except OSError:
+        pass
+for path in CASE["read"]:
+    tries("read", open(path).read if os.path.exists(path) else lambda: open(path))
+for path in CASE["write"]:
+    tries("wrote", lambda: open(os.path.join(path, "sandbox_was_here"), "w"))
+tries("kill", lambda: os.kill(CASE["parent"], 0) if CASE["parent"] > 100 else os.kill(10**6, 0))
+print(sorted(os.environ), os.environ["HOME"], os.listdir("."), oct(os.stat(".").st_mode), glob.glob("/home/*"))
+open("own", "w").write("ok")
+print(open("own").read())
+"""
+
+
+def files_case(home):
+    parent = os.getpid()
+    read = [f"{home}/secret", str(ROOT / "env.py"), f"/proc/{parent}/environ", "/proc/self/environ", "/etc/passwd"]
+    return {"read": read, "write": [str(home), "/etc", str(ROOT), "/usr", "/", "/dev", "/dev/shm"], "parent": parent}
+
+
+CLEAN = "['HOME', 'LANG', 'PATH'] /tmp [] 0o40700 []\nok"
+
+
+def test_no_files_no_processes_no_environment(box, tmp_path, monkeypatch):
+    home = Path(tempfile.mkdtemp(dir="/var/tmp"))  # not in /tmp, which the sandbox has anew in any case
+    try:
+        os.chmod(home, 0o777)
+        (home / "secret").write_text("hf_token")
+        monkeypatch.setenv("HOME", str(home))
+        monkeypatch.setenv("API_KEY", "secret")
+        case = files_case(home)
+        assert run_marked(Sandbox([Path.home(), ROOT]), f"CASE = {case}\n{FILES}") == CLEAN
+        assert os.listdir(home) == ["secret"]
+        assert not any((Path(path) / "sandbox_was_here").exists() for path in case["write"])
+    finally:
+        shutil.rmtree(home)
+
+
+def test_hidden_directories_in_visible_ones_and_an_interpreter_in_a_hidden_one(box, monkeypatch):
+    place = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    try:
+        os.chmod(place, 0o755)
+        for name in ("open", "open/hidden", "hidden", "hidden/open"):
+            (place / name).mkdir()
+            (place / name / "file").write_text("x")
+        monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, f"{place}/open", f"{place}/hidden/open"])
+        code = f"import os\nfor f in sorted(os.walk('{place}')): print(f[0][{len(str(place))}:], sorted(f[2]))"
+        seen = run_marked(Sandbox([place / "open/hidden", place / "hidden"]), code).splitlines()
+        assert seen == [" []", "/hidden []", "/hidden/open ['file']", "/open ['file']", "/open/hidden []"]
+    finally:
+        shutil.rmtree(place)
+
+
+def test_another_user_gets_the_same(box):
+    """As root: again for a user without rights, whose own files the code could otherwise read. Else: for this user."""
+    home = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    user, python = [], sys.executable
+    try:
+        (home / "secret").write_text("hf_token")
+        if os.getuid() == 0:
+            user, python = "setpriv --reuid=12345 --regid=12345 --clear-groups".split(), sandbox.find_python()[0]
+            for path in (home, home / "secret"):
+                os.chown(path, 12345, 12345)
+        marker = uuid.uuid4().hex
+        codes = [
+            f"# {marker}\n{code}" for code in (f"CASE = {files_case(home)}\n{FILES}", ATTACKS["daemon that hides"])
+        ]
+        program = f"{(ROOT / 'configs' / 'sandbox.py').read_text()}\nbox = Sandbox({[str(home)]!r}, timeout_s=2)\n"
+        program += f"print(json.dumps([box.run(code) for code in {codes!r}]))"
+        done = subprocess.run(
+            [*user, python, "-I", "-"], input=program, text=True, capture_output=True, cwd="/", env={"HOME": str(home)}
+        )
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == [CLEAN, "[stopped after 2 s]"]
+        assert not survivors(marker) and os.listdir(home) == ["secret"]
+    finally:
+        shutil.rmtree(home)
+
+
+def test_its_clock_runs_without_its_caller(box):
+    marker = uuid.uuid4().hex
+    program = (
+        f"from configs.sandbox import Sandbox; Sandbox(timeout_s=1).run('#' + '{marker[:16]}' + '{marker[16:]}' + "
+    )
+    caller = subprocess.Popen([sys.executable, "-c", program + "'\\nwhile 1: pass')"], cwd=ROOT, start_new_session=True)
+    try:
+        wait_until(lambda: survivors(marker))
+    finally:
+        os.kill(caller.pid, signal.SIGKILL)
+        caller.wait()
+    wait_until(lambda: not survivors(marker))
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("name, old, new, why", [
+    ("NAMESPACES", "--net", "", "the network is reachable"),
+    ("NAMESPACES", "--pid", "", "processes outside can be seen"),
+    ("NAMESPACES", "--mount", "", "permission denied"),
+    ("NAMESPACES", "unshare", "false", "exit code 1"),
+    ("NO_CAPABILITIES", "--inh-caps=-all --bounding-set=-all", "", "there are capabilities"),
+    ("LIMITS", "--as=1073741824", "", "there are no limits"),
+    ("PATH", sandbox.PATH, "/nowhere", "no sh, mount"),
+])  # fmt: skip
+def test_a_hole_is_found_at_load_time(contained, monkeypatch, name, old, new, why):
+    """Each is what a machine that lacks something would do."""
+    monkeypatch.setattr(sandbox, name, getattr(sandbox, name).replace(old, new))
+    with pytest.raises(CannotContain, match=why if contained else "cannot be contained here") as caught:
+        math_python.load_environment(num_train=1, num_eval=1)
+    assert caught.value.code == 2
+
+
+def test_visible_files_are_found_at_load_time(box, monkeypatch):
+    place = tempfile.mkdtemp(dir="/var/tmp")
+    try:
+        os.chmod(place, 0o755)
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, place])
+        with pytest.raises(CannotContain, match="files outside can be read"):
+            Sandbox()
+    finally:
+        shutil.rmtree(place)
+
+
+def test_without_a_sandbox_it_warns_every_time_and_keeps_the_limits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    os.chmod(tmp_path, 0o700)
+    monkeypatch.setenv("API_KEY", "secret")
+    for _ in range(2):
+        box = Sandbox(timeout_s=2, allow_unsandboxed=True)
+        assert "WITHOUT a sandbox" in capsys.readouterr().err
+    assert run_marked(box, "import os\nprint(sorted(os.environ), os.listdir('.'))") == "['HOME', 'LANG', 'PATH'] []"
+    assert run_marked(box, "while 1: pass") == "[stopped after 2 s]"
+    assert "MemoryError" in run_marked(box, "bytearray(3 << 30)")
+    marker = uuid.uuid4().hex
+    assert box.run(f"# {marker}\nimport os, time\nif os.fork() == 0: time.sleep(60)\nelse: print(1)") == "1"
+    wait_until(lambda: not survivors(marker))
+    assert len(run_marked(box, ATTACKS["prints 1 GB"])) <= 8192
+
+
+# --- math_python ------------------------------------------------------------------------------------------------------
+
+
+def play(env, replies, row=0):
+    """-> state, (reward, metrics) of a rollout in which the policy says these messages."""
+
+    async def generate(prompt, tools=None):
+        assert tools == env.tools
+        return replies.pop(0)
+
+    async def go():
+        state = env.start(env.dataset[row])
+        await env.rollout(state, generate)
+        return state, await env.rubric.score(state)
+
+    return asyncio.run(go())
+
+
+def says(text, code=None):
+    message = {"role": "assistant", "content": text}
+    if code is None:
+        return message
+    function = {"name": "python", "arguments": json.dumps({"code": code})}
+    return message | {"tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def test_math_python_calls_the_tool_and_scores_the_last_message(contained):
+    env = load_math_python(contained, num_train=4, num_eval=2)
+    question, answer = env.dataset[0]["question"], env.dataset[0]["answer"]
+    state, (reward, metrics) = play(env, [says("", f"print({question[:-1]})"), says(f"It is {answer}.")])
+    assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant"]
+    assert state["completion"][1]["content"] == answer and reward == 1 and metrics == {"correct": 1, "tool_calls": 1}
+    _, (reward, metrics) = play(env, [says("", "print(1)"), says("", "1 / 0"), says("I give up")])
+    assert reward == 0 and metrics["tool_calls"] == 2
+    state, (reward, _) = play(env, [says(answer, "print(1)")] * 4)
+    assert state["turn"] == 4 and len(state["completion"]) == 7
+    schema = env.tools[0]["function"]
+    assert schema["name"] == "python" and schema["parameters"]["required"] == ["code"]
+    bad = says("", "") | {"tool_calls": [{"id": "1", "function": {"name": "python", "arguments": '{"code": 1'}}]}
+    state, _ = play(env, [bad, says(answer)])
+    assert state["completion"][1]["content"].startswith("error: ")
+
+
+@pytest.mark.parametrize("text, answer, right", [
+    ("89", "89", 1), ("so 12*7+5 = 89.", "89", 1), ("it is -5", "-5", 1), ("12-7", "7", 1), ("12 - 7", "-7", 0),
+    (r"\boxed{89} of 3", "89", 1), (r"\boxed{3} then \boxed{ 1,089 }", "1089", 1), (r"\boxed{} 89", "89", 0),
+    ("1,089.0", "1089", 1), ("$1,200", "1200", 1), ("8 9", "89", 0), ("", "0", 0), ("none", "1", 0), (None, "1", 0),
+    (r"\boxed{x^{2}}", "x^{2}", 1), ("9" * 5000, "1", 0),
+])  # fmt: skip
+def test_final_answers(text, answer, right):
+    assert math_python.correct([{"role": "assistant", "content": text}], answer) == right
+    assert math_python.correct([{"role": "tool", "content": text}], answer) == 0
+
+
+def test_expressions_are_right_and_disjoint():
+    sets = {
+        split: dict(math_python.problems(split, n)) for split, n in {"warmup": 3000, "train": 4096, "eval": 128}.items()
+    }
+    whole = {text: value for found in sets.values() for text, value in found.items()}
+    assert len(whole) == 3000 + 4096 + 128
+    assert all(eval(text) == value for text, value in whole.items())  # our own expressions
+    assert {f"{text}?" for text in sets["eval"]} == {row["question"] for row in math_python.rows("eval", 128)}
+
+
+def test_rows_from_a_file(contained, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(10)))
+    env = load_math_python(contained, path=str(path), num_eval=3)
+    assert [len(env.dataset), len(env.eval_dataset)] == [7, 3] and env.eval_dataset[0]["question"] == "7+1?"
+    assert play(env, [says("1")])[1][0] == 1  # the answer may be a number
+    with pytest.raises(DataError, match="10 rows, none left to train on"):
+        load_math_python(contained, path=str(path))
+
+
+# --- gsm8k ------------------------------------------------------------------------------------------------------------
+
+
+def test_gsm8k_scores_answer_and_format():
+    env = gsm8k.load_environment(path=str(ROOT / "configs" / "gsm8k_sample.jsonl"))
+    assert [len(env.dataset), len(env.eval_dataset)] == [32, 8] and env.dataset[0]["answer"] == "53"
+    good = "<reasoning>\n4*12+5\n</reasoning>\n<answer>\n$53.00\n</answer>"
+    state, (reward, metrics) = play(env, [says(good)])
+    assert reward == pytest.approx(1.2) and metrics == {"correct": 1, "format_reward": 1}
+    assert state["prompt"][0] == {"role": "system", "content": gsm8k.SYSTEM_PROMPT}
+    _, (reward, metrics) = play(env, [says("The answer is 53")])
+    assert reward == 0 and metrics["correct"] == 0
+    _, (reward, metrics) = play(env, [says("<answer>53</answer>")])
+    assert metrics["correct"] == 1 and 1 < reward < 1.2
+    assert play(env, [says(good.replace("53", "54"))])[1][0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("text, other, same", [
+    ("1,200", "$1200.00", True), ("0.50", ".5", True), ("7.", "7", True), ("-3", "-3.0", True), ("3", "-3", False),
+    ("10", "1", False), ("100", "1", False), ("1" * 40, "1" * 39 + "2", False), ("1" + "0" * 400, "1", False),
+])  # fmt: skip
+def test_numbers_compare(text, other, same):
+    assert (gsm8k.number(text) == gsm8k.number(other)) == same
+
+
+@pytest.mark.parametrize("text", ["", None, "x", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "٣", "."])
+def test_what_is_no_number(text):
+    assert gsm8k.number(text) is None
+
+
+def test_gsm8k_reads_its_own_columns(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [
+        {"question": "How many?", "answer": f"He has 6*{i}=<<6*{i}={6 * i}>>{6 * i}.\n#### 1,00{i}"} for i in range(9)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    env = gsm8k.load_environment(path=str(path), num_eval=2, num_train=5, system_prompt="")
+    assert [len(env.dataset), len(env.eval_dataset), env.head] == [5, 2, []]
+    assert env.dataset[3] == {"question": "How many?", "answer": "1,003", "solution": "He has 6*3=18."}
+    path.write_text(json.dumps({"question": "How many?", "answer": "42"}))
+    with pytest.raises(DataError, match="row 0 has no"):
+        gsm8k.load_environment(path=str(path))
+    path.write_text("\n".join(map(json.dumps, rows[:8])))
+    with pytest.raises(DataError, match="has 8 rows"):
+        gsm8k.load_environment(path=str(path))
+
+
+def test_gsm8k_without_a_path_is_the_dataset(monkeypatch):
+    def load_dataset(name, config, split):
+        assert (name, config) == ("openai/gsm8k", "main")
+        return [{"question": split, "answer": f"#### {i}"} for i in range({"train": 30, "test": 20}[split])]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    env = gsm8k.load_environment(num_eval=5)
+    assert len(env.dataset) == 30 and [row["question"] for row in env.eval_dataset] == ["test"] * 5
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    for module in (types.SimpleNamespace(load_dataset=offline), None):  # None: not installed
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        with pytest.raises(DataError, match="name a JSON Lines file"):
+            gsm8k.load_environment()
+
+
+def test_the_sample_is_right():
+    lines = [json.loads(line) for line in (ROOT / "configs" / "gsm8k_sample.jsonl").read_text().splitlines()]
+    assert len({row["question"] for row in lines}) == 40
+    for row in lines:
+        assert row["question"].isascii() and len(row["question"]) <= 120
+        assert row["answer"].isascii() and len(row["answer"]) <= 80
+        steps = re.findall(r"(\d+)([-+*/])(\d+)=(\d+)|(\d+)([-+*/])(\d+)\+(\d+)=(\d+)", row["answer"])
+        does = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+        assert steps and all(does[op](int(a), int(b)) == int(c) for a, op, b, c, *_ in steps if op), row
+        assert re.search(rf"={row['answer'].split()[-1]}\b", row["answer"]), row
+
+
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", [gsm8k, math_python])
+def test_the_toy_fits_its_configuration(task):
+    import tiny_model
+
+    from configs.lib.text import tokenize_conversation
+
+    cfg = load_config(ROOT / "configs" / f"{task.__name__}.toml")
+    tokenizer = tiny_model.make_tokenizer(task.TOKENS)
+    talks = task.demonstrations(200)
+    assert len(talks) == 200
+    for talk in talks:
+        (sample,) = tokenize_conversation(tokenizer, talk)
+        assert len(sample["tokens"]) <= cfg.run.max_seq_len and tokenizer.unk_token_id not in sample["tokens"]
+        assert max(Counter(t for t, m in zip(sample["turns"], sample["mask"]) if m).values()) <= cfg.sampling.max_tokens
