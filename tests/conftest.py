@@ -27,6 +27,7 @@ from configs.lib.batch import load_batch, save_batch
 from configs.lib.runtime import load_config, run_directory, start_distributed
 
 torch.set_num_threads(1)
+TOKENS = ['<tool_call>\n{"name": "double", "arguments": {"a": ', "}}\n</tool_call>"]
 BASE = """
 model = "{model}"
 max_seq_len = 64
@@ -61,7 +62,7 @@ def pytest_collection_modifyitems(config, items):
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """{"untied", "tied"}: directories of random two-layer character models."""
-    root, tokenizer = tmp_path_factory.mktemp("models"), tiny_model.make_tokenizer()
+    root, tokenizer = tmp_path_factory.mktemp("models"), tiny_model.make_tokenizer(TOKENS)
     for name in ("untied", "tied"):
         tiny_model.make_model(root / name, tokenizer, layers=2, hidden=64, tied=name == "tied")
     return {name: root / name for name in ("untied", "tied")}

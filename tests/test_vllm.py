@@ -1,6 +1,7 @@
 """The real vLLM on CPU: broadcasts that arrive, broken ones that are caught by name, token-exact rollouts."""
 
 import asyncio
+import functools
 import json
 import shutil
 import time
@@ -24,9 +25,10 @@ CPU = torch.device("cpu")
 def servers(models, tmp_path_factory):
     """One server for all of fp32; one with adapters in bf16; one with tied embeddings. Started together."""
     folder = tmp_path_factory.mktemp("vllm")
+    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     lora = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")
     found = {
-        "untied": VLLM(models["untied"], folder / "untied", "--trust-request-chat-template"),
+        "untied": VLLM(models["untied"], folder / "untied", "--trust-request-chat-template", *tools),
         "tied": VLLM(models["tied"], folder / "tied"),
         "bf16": VLLM(models["untied"], folder / "bf16", *lora, dtype="bfloat16"),
     }
@@ -205,7 +207,8 @@ def rollouts_of(cfg, env_args, n=8):
         client = Client(cfg)
         client.version = 0
         env = think_env.load_environment(**env_args)
-        return await orchestrator.run_group(env, env.dataset[0], client, n, 0, cfg)
+        ask = functools.partial(orchestrator.sample, client, 0)
+        return await orchestrator.run_group(env, env.dataset[0], n, ask, 0, cfg)
 
     return asyncio.run(go())
 
@@ -290,6 +293,100 @@ def test_local_tokens_are_the_servers(connect, servers):
     client, messages = Client(cfg), [{"role": "system", "content": "ab é~"}, {"role": "user", "content": "x\n y"}]
     reply = httpx.post(f"{servers['untied'].url}/tokenize", json={"model": "real", "messages": messages}).json()
     assert reply["tokens"] == client.tokenize(messages)
+
+
+def double(a: int) -> str:
+    """Double a number."""
+    return str(2 * a)
+
+
+def learn_by_heart(policy, samples, steps=250):
+    from configs.lib.batch import Batch
+
+    tokens = torch.tensor([t for s in samples for t in s["tokens"]], dtype=torch.int32)
+    mask, zero = torch.tensor([bool(m) for s in samples for m in s["mask"]]), torch.zeros(len(tokens))
+    lens = torch.tensor([len(s["tokens"]) for s in samples])
+    micro = trainer.collate(Batch(tokens, mask, zero, zero, zero, lens, [{}] * len(lens), {}), range(len(lens)), CPU)
+    optimizer = torch.optim.AdamW(policy.parameters(), 3e-3, weight_decay=0.0)
+    for _ in range(steps):
+        logp_N = policy.train()(micro)[0]
+        (-logp_N.mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert logp_N.min() > -0.05
+
+
+def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch):
+    """A model that knows three conversations by heart. vLLM's hermes parser reads its calls; in canonical text a
+    rollout is one sample, a call that is spelled out in other tokens forks exactly once; it judges, too."""
+    from configs.lib.judge import Judge
+    from configs.lib.text import tokenize_conversation
+    from env import Rubric, ToolEnv
+
+    cfg, policy, sender = connect("untied", "orchestrator.sampling.max_tokens=90")
+    client = Client(cfg)
+    client.version, samples, spelled = 0, [], {}
+    function = {"name": "double", "arguments": '{"a": 4}'}
+    requests = [{"type": "function", "id": "1", "function": function}]
+    said = [{"role": "assistant", "content": "", "tool_calls": requests},
+            {"role": "tool", "tool_call_id": "1", "content": "8"}, {"role": "assistant", "content": "it is 8"}]  # fmt: skip
+    for question in ("canon", "spell"):
+        (s,) = tokenize_conversation(client.tokenizer, [{"role": "user", "content": question}, *said])
+        samples.append(s)
+    first = s["turns"].index(1)  # of the second: its first turn in characters instead of the vocabulary's longer tokens
+    call = [t for t, m in zip(s["tokens"][:first], s["mask"]) if m]
+    letters = [t for c in client.tokenizer.decode(call[:-1]) for t in client.tokenizer.encode(c)] + call[-1:]
+    prompt = [t for t, m in zip(s["tokens"][:first], s["mask"]) if not m]
+    assert len(letters) > 50 and len(call) == 4
+    samples.append({"tokens": prompt + letters, "mask": [0] * len(prompt) + [1] * len(letters)})
+    s["mask"][:first] = [0] * first
+    judged = [{"role": "user", "content": "judge it is 8"}, {"role": "assistant", "content": "<score>7</score>"}]
+    samples += tokenize_conversation(client.tokenizer, judged)
+    learn_by_heart(policy, samples)
+    publish(sender, policy, 0, cfg)
+
+    monkeypatch.setenv("ROLEMODEL_POLICY_URL", f"{servers['untied'].url}/v1")
+    judge = Judge(template="judge {completion}", sampling={"max_tokens": 20})
+
+    async def judged_last(completion):
+        return await judge.judge("", completion[-1]["content"], "")
+
+    env = ToolEnv([{"question": q} for q in ("canon", "spell")], [double], max_turns=4, rubric=Rubric([judged_last]))
+    ask = functools.partial(orchestrator.sample, client, 0, temperature=0.2)
+
+    async def go():
+        return [await orchestrator.run_group(env, row, 6, ask, 0, cfg) for row in env.dataset]
+
+    for (forks, num_samples), rollouts in zip([(0, 1), (1, 2)], asyncio.run(go())):
+        for r in rollouts:
+            assert not r.error and (r.forks, len(r.samples), r.num_turns) == (forks, num_samples, 2)
+            request, result, answer = r.state["completion"]
+            assert request["tool_calls"][0]["function"]["name"] == "double" and request["content"] == ""
+            assert result["content"] == "8" and answer["content"] == "it is 8" and r.reward == 0.7
+    spelled = rollouts[0].samples[0]
+    assert [t for t, m in zip(spelled["tokens"], spelled["mask"]) if m] == letters  # what was sampled is trained on
+    samples = [s | {"temperature": 0.2} for r in rollouts for s in r.samples]
+    theirs = [x for s in samples for x, m in zip(s["logp"], s["mask"]) if m]
+    assert max(abs(a - b) for a, b in zip(trained_logp(policy, samples), theirs, strict=True)) < 1e-4
+    reply = httpx.post(
+        f"{servers['untied'].url}/tokenize", json={"model": "real", "messages": judged[:1] + said}
+    ).json()
+    assert reply["tokens"] == client.tokenize(judged[:1] + said)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task, metric", [("alphabet_sort", "exact"), ("wiki_search", "correct")])
+def test_multi_turn_and_tool_tasks_learn(task, metric, tmp_path):
+    """The metric of held-out rows rises by 0.2 at least."""
+    import subprocess
+
+    command = ["bash", "launch.sh", f"configs/{task}.toml", f"output_dir={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    evals = lines(tmp_path / task / "eval.jsonl")
+    print(json.dumps([(e["step"], round(e[metric], 3), round(e["reward/mean"], 3)) for e in evals]))
+    assert evals[0]["step"] == 0 and evals[-1][metric] - evals[0][metric] >= 0.2
+    shutil.rmtree(tmp_path)
 
 
 @pytest.mark.long

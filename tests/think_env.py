@@ -50,9 +50,10 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
     if kind == "text":
         rows = [{"prompt": f"{prompt} {i}"} for i in range(num_rows)]
         return SingleTurnEnv(rows, rows[:3], rubric=Rubric([text_letters]))
-    function = {"noise": noisy, "misbehaves": misbehaves, "constant": constant, "raises": raises, "sleeps": sleeps}[
-        kind
-    ]
+    if kind == "letter":
+        return SingleTurnEnv(rows, rows[:8], rubric=Rubric([long_answer]))
+    functions = (zero, misbehaves, constant, raises, sleeps)
+    function = noisy if kind == "noise" else next(f for f in functions if f.__name__ == kind)
     return SingleTurnEnv(rows, rows[:3] if kind != "constant" else None, rubric=Rubric([function]))
 
 
@@ -63,6 +64,14 @@ def noisy(answer):
 
 def text_letters(completion):
     return float(sum(map(ord, completion[0])))
+
+
+def long_answer(completion):
+    return float(len(completion[-1]["content"]) > 4)
+
+
+def zero():
+    return 0.0
 
 
 def constant():

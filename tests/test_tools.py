@@ -1,0 +1,212 @@
+"""tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import tiny_model
+from aiohttp import web
+from conftest import ROOT, all_batches, free_port, lines, run_trainer, write_run
+
+import orchestrator
+from configs.lib.runtime import RunError
+from configs.lib.text import tokenize_conversation
+from tools.evaluate import pass_at, wilson
+
+OPENAI = {"model", "messages", "prompt", "temperature", "max_tokens", "stop", "tools"}  # and no more: no n, no vLLM
+
+
+class PlainServer:
+    """Only what every OpenAI-compatible server has; anything else in a request is refused. answer(body) -> message."""
+
+    def __init__(self, answer):
+        self.answer, self.bodies, self.port, self.loop = answer, [], free_port(), asyncio.new_event_loop()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+
+    async def models(self, request):
+        return web.json_response({"object": "list", "data": [{"id": "plain-model", "object": "model"}]})
+
+    async def chat(self, request):
+        body = await request.json()
+        self.bodies.append(body | {"authorization": request.headers["Authorization"]})
+        if set(body) - OPENAI:
+            return web.json_response({"error": {"message": f"unknown keys {set(body) - OPENAI}"}}, status=400)
+        message = {"role": "assistant"} | self.answer(body)
+        choice = {"index": 0, "finish_reason": "stop", "message": message, "text": message["content"]}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        )
+
+    def __enter__(self):
+        async def serve():
+            app = web.Application()
+            app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
+            app.add_routes([web.post("/v1/completions", self.chat)])
+            self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await self.runner.setup()
+            await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+            up.set()
+
+        up = threading.Event()
+        self.loop.create_task(serve())
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        assert up.wait(10)
+        return self
+
+    def __exit__(self, *_):
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def counting():
+    """Every third answer is longer."""
+    count = iter(range(10**6))
+    return lambda body: {"content": "abc" if next(count) % 3 else "abcdef"}
+
+
+def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
+    """The command line as a user gives it, in a process of its own."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    with PlainServer(counting()) as server:
+        command = [sys.executable, "orchestrator.py", str(toml), "--eval", "--base-url", server.url, "--n", "5",
+                   "--rollouts-per-example", "4", "--out", str(tmp_path / "eval.jsonl")]  # fmt: skip
+        env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OPENAI_API_KEY": "secret"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "think_env: 5 examples x 4 rollouts, plain-model at " + server.url in done.stdout
+    written = lines(tmp_path / "eval.jsonl")
+    mean = sum(line["reward"] for line in written) / 20
+    assert len(written) == 20 and f"avg@4 {mean:.3f} +- " in done.stdout
+    assert "pass@1 " in done.stdout and "pass@2 " in done.stdout and "pass@4 " in done.stdout and "(95 %" in done.stdout
+    assert "of the examples have rewards that differ" in done.stdout and "long_answer 0.3" in done.stdout
+    assert {body["authorization"] for body in server.bodies} == {"Bearer secret"} and "secret" not in done.stdout
+    assert len(server.bodies) == 20 and not list(tmp_path.glob("run/batches/*"))
+
+
+@pytest.mark.parametrize(
+    "kind, advice", [("zero", "too hard: no reward in 12 attempts"), ("constant", "too easy: 0.8")]
+)
+def test_rules_of_thumb(kind, advice, tmp_path, models, capsys):
+    toml = write_run(tmp_path, models["untied"], 1, f'{{ kind = "{kind}" }}')
+    with PlainServer(counting()) as server:
+        args = ["--base-url", server.url, "--model", "m", "--n", "3", "--rollouts-per-example", "4"]
+        orchestrator.main([str(toml), "--eval", *args])
+    assert advice in capsys.readouterr().out and {body["model"] for body in server.bodies} == {"m"}
+
+
+def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
+    def answer(body):
+        if "prompt" in body:
+            return {"content": body["prompt"][::-1]}
+        if len(body["messages"]) == 2:
+            function = {"name": "double", "arguments": '{"a": 4}'}
+            return {"content": None, "tool_calls": [{"id": "x", "type": "function", "function": function}]}
+        return {"content": body["messages"][-1]["content"]}
+
+    mix = '[[env]]\nid = "vf_envs"\nargs = { kind = "our tool" }\n[[env]]\nid = "vf_envs"\nname = "theirs"\n'
+    mix += 'args = { kind = "tool" }\n[[env]]\nid = "think_env"\nargs = { kind = "text" }'
+    toml = write_run(tmp_path, models["untied"], 1, mix)
+    with PlainServer(answer) as server:
+        orchestrator.main([str(toml), "--eval", "--base-url", server.url, "--out", str(tmp_path / "eval.jsonl")])
+    by_env = {}
+    for line in lines(tmp_path / "eval.jsonl"):
+        by_env.setdefault(line["env"], []).append(line)
+    assert {name: len(group) for name, group in by_env.items()} == {"vf_envs": 2, "theirs": 2, "think_env": 3}
+    for name in ("vf_envs", "theirs"):
+        assert all(line["completion"][-1]["content"] == "8" and line["num_turns"] == 2 for line in by_env[name])
+    assert by_env["think_env"][0]["completion"] == [by_env["think_env"][0]["prompt"][::-1]]
+    assert capsys.readouterr().out.count("avg@1") == 3
+
+
+def test_a_server_that_always_fails_ends_with_4(tmp_path, models):
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    with PlainServer(lambda body: 1 / 0) as server, pytest.raises(RunError, match="every rollout failed") as e:
+        orchestrator.main(
+            [str(toml), "--eval", "--base-url", server.url, "--n", "1", "orchestrator.generation_timeout=2"]
+        )
+    assert e.value.code == 4
+
+
+def test_generate_then_train_offline(tmp_path, models, capsys):
+    """Rollouts of a plain server -> JSON Lines -> batches -> trainer.py, as rewards and as demonstrations."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    with PlainServer(counting()) as server:
+        more = ["--base-url", server.url, "--rollouts-per-example", "4"]
+        orchestrator.main([str(toml), "--generate", "40", str(tmp_path / "data.jsonl"), *more])
+    written = lines(tmp_path / "data.jsonl")
+    assert len(written) == 40 and {line["example"] for line in written} == set(range(10))
+    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+    batches = all_batches(tmp_path / "run-offline")
+    assert sum(b.info["rollouts"] for b in batches) == 40 and batches[0].info["offline"]
+    tokenizer = tiny_model.make_tokenizer()
+    for batch in batches:
+        for s, tokens, mask in zip(batch.samples, *(x.split(batch.sample_lens.tolist()) for x in batch[:2])):
+            text = tokenizer.decode(tokens[mask.bool()].tolist())
+            assert text in ("abc<|end|>", "abcdef<|end|>") and (s["reward"] == 1) == (text == "abcdef<|end|>")
+            group = [x["reward"] for x in batch.samples if x["group"] == s["group"]]
+            assert s["advantage"] == pytest.approx(s["reward"] - sum(group) / len(group))
+    with pytest.raises(RunError, match="holds batches: choose another run_name"):
+        orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+    assert "next: torchrun trainer.py" in capsys.readouterr().out
+    replay = tmp_path / "run-offline" / "batches"
+    run_trainer(toml, "--replay", replay, "max_steps=9")
+    metrics = lines(tmp_path / "run-replay-cispo" / "metrics.jsonl")
+    assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
+    sft = ["run_name=sft", "trainer.loss=sft"]
+    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "--min-reward", "1", *sft])
+    assert sum(b.info["rollouts"] for b in all_batches(tmp_path / "sft-offline")) == 14
+    run_trainer(toml, "--replay", tmp_path / "sft-offline" / "batches", *sft, "trainer.learning_rate=1e-2")
+    assert (tmp_path / "sft-replay-sft" / "final" / "model.safetensors").is_file()
+
+
+def test_bad_lines_of_offline_files_are_named(tmp_path, models, capsys):
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    say = [{"role": "assistant", "content": "a"}]
+    ask = [{"role": "user", "content": "b"}]
+    for text, problem in {
+        '{"prompt": "a"}': "line 1 has no prompt or no completion",
+        "{": "line 1 of .*is no JSON",
+        json.dumps({"prompt": ask, "completion": say}): "nothing to learn from.*'unscored': 1",
+        json.dumps({"prompt": ask, "completion": say, "reward": 1}): "nothing to learn from.*'flat': 1",
+        json.dumps(
+            {"prompt": ask, "completion": [say[0] | {"content": "a" * 99}], "reward": 1}
+        ): "longer than max_seq_len",
+        json.dumps({"prompt": ask, "completion": [], "error": "TimeoutError"}): "'failed': 1",
+    }.items():
+        (tmp_path / "data.jsonl").write_text(text + "\n")
+        with pytest.raises((RunError, ValueError), match=problem) as e:
+            orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+        assert e.value.code == 4
+
+
+def test_conversations_become_samples_of_the_policys_tokens():
+    tokenizer, talk = tiny_model.make_tokenizer(), []
+    for i in range(2):
+        talk += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
+    (one,) = tokenize_conversation(tokenizer, talk)
+    said = [t for t, m in zip(one["tokens"], one["mask"]) if m]
+    assert tokenizer.decode(said) == "a0<|end|>a1<|end|>" and tokenizer.decode(one["tokens"]) == tokenizer.decode(
+        tokenizer.apply_chat_template(talk, return_dict=False)
+    )
+    assert {t for t, m in zip(one["turns"], one["mask"]) if m} == {0, 1}
+    tokenizer.chat_template += "\n"  # written after the end token: never the policy's to say
+    assert tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
+
+
+def test_intervals_and_pass_at_k():
+    low, high = wilson(0.5, 10)  # the textbook's 5 of 10
+    assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
+    low, high = wilson(0.0, 20)
+    assert low == pytest.approx(0, abs=1e-12) and 0.15 < high < 0.17
+    assert pass_at(2, [[1, 0, 0, 0]])[0] == pytest.approx(0.5) and pass_at(1, [[1, 0], [0, 0]])[0] == 0.25
+    assert pass_at(2, [[1, 0.5], [0, 0], [2]]) == (0.5, 2)  # the third has too few
+
+
+def test_the_loop_does_not_need_tools(tmp_path):
+    """tools/ may be deleted: nothing of the loop imports it."""
+    for path in [*ROOT.glob("*.py"), *(ROOT / "configs").glob("**/*.py")]:
+        imports = [line for line in path.read_text().splitlines() if line.startswith(("import tools", "from tools"))]
+        assert not imports, (path, imports)

@@ -1,0 +1,113 @@
+"""Environments of the real verifiers package through configs/verifiers_env.py, against the same written for ours."""
+
+import json
+
+import pytest
+import tiny_model
+from conftest import all_batches, lines
+
+from configs.lib.runtime import RunError
+from env import load_environment
+
+ENV = '{{ kind = "{}" }}\n[inference.args]\nenable_auto_tool_choice = true'
+
+
+@pytest.fixture
+def rollouts(run):
+    def go(kind, *overrides, steps=2):
+        run_dir = run(steps, '[env]\nid = "vf_envs"\nargs = ' + ENV.format(kind), *overrides)
+        return lines(run_dir / "rollouts.jsonl"), all_batches(run_dir)
+
+    return go
+
+
+@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
+def test_rewards_turns_and_tokens_come_through_unchanged(rollouts, kind, tmp_path):
+    """The fake server's answers are a function of prompt and weights: what is equal here was asked, read and scored
+    alike. A turn more or less, another tool schema or template input would give other tokens."""
+    theirs, batches = rollouts(kind)
+    for path in (tmp_path / "run" / "batches").iterdir():
+        path.unlink()
+    (tmp_path / "run" / "rollouts.jsonl").unlink()
+    ours, our_batches = rollouts("our " + kind)
+    assert len(theirs) == len(ours) > 0 and not any(r["error"] for r in theirs)
+    for a, b in zip(theirs, ours):
+        assert a["reward"] == b["reward"] and {k: a["metrics"][k] for k in b["metrics"]} == b["metrics"]
+        assert [m["content"] for m in a["prompt"]] == ["S", *[m["content"] for m in b["prompt"][1:]]]
+        assert [m["content"] for m in a["completion"]] == [m["content"] for m in b["completion"]]
+        assert a["num_turns"] == b["num_turns"] and a["versions"][0] == b["versions"][0]
+    for a, b in zip(batches, our_batches):
+        for column in ("tokens", "loss_mask", "old_logp", "advantages", "turns", "sample_lens"):
+            assert getattr(a, column).tolist() == getattr(b, column).tolist(), column
+    if kind == "multi":
+        assert {r["num_turns"] for r in theirs} == {3} and {r["metrics"]["num_turns"] for r in theirs} == {3.0}
+
+
+def test_tools_are_called_and_errors_go_back_as_text():
+    """A scripted policy: a call, two wrong ones, an answer."""
+    import asyncio
+
+    env, seen = load_environment("vf_envs", {"kind": "tool"}, "tests"), []
+
+    def call(name, arguments):
+        function = {"name": name, "arguments": arguments}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
+        }
+
+    replies = [call("double", '{"a": 21}'), call("double", '{"a": '), {"role": "assistant", "content": "42"}]
+
+    async def generate(prompt, tools=None):
+        seen.append((json.loads(json.dumps(prompt)), tools))
+        return replies[len(seen) - 1]
+
+    async def go():
+        state = env.start(env.dataset[3])
+        await env.rollout(state, generate)
+        return state, await env.rubric.score(state)
+
+    state, (reward, metrics) = asyncio.run(go())
+    tools = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert tools[0] == "42" and "Expecting value" in tools[1] and state["turn"] == 3
+    assert metrics["total_tool_calls"] == 2 and metrics["double_calls"] == 2 and reward == metrics["letters"] + 1.5
+    assert all(given == env.tools for _, given in seen) and env.tools[0]["function"]["name"] == "double"
+    assert seen[1][0][-2]["tool_calls"][0]["function"] == {"name": "double", "arguments": '{"a": 21}'}
+    assert seen[0][0] == env.start(env.dataset[3])["prompt"]  # so that a group's first turn is one request
+    tokenizer = tiny_model.make_tokenizer()
+    assert tokenizer.apply_chat_template(seen[0][0], tokenize=False) == "<|system|>S<|end|><|user|>row 3<|end|>"
+
+
+def test_a_reward_function_that_raises_loses_the_rollout_and_is_never_zero(rollouts):
+    found, _ = rollouts("raises")
+    for r in found:
+        assert (r["error"] == "ValueError" and r["reward"] is None) == (int(r["answer"]) % 3 == 0)
+        assert r["error"] or r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] + 1.0
+
+
+def test_group_rewards(rollouts):
+    found, _ = rollouts("group")
+    assert not any(r["error"] for r in found)
+    for r in found:
+        assert r["metrics"]["spread"] == r["rollout"] and r["reward"] == r["metrics"]["letters"] + r["rollout"]
+
+
+def test_groups_of_environments(rollouts):
+    found, _ = rollouts("env group", steps=4)
+    assert not any(r["error"] for r in found)
+    assert {"total_tool_calls" in r["metrics"] for r in found} == {True}
+    assert all(r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] for r in found)
+
+
+def test_what_cannot_be_wrapped_is_refused():
+    with pytest.raises(TypeError, match="load_environment returned object, neither"):
+        load_environment("vf_envs", {"kind": "nothing"}, "tests")
+    with pytest.raises(ValueError, match="message_type = 'completion' is not supported"):
+        load_environment("vf_envs", {"kind": "completion"}, "tests")
+
+
+def test_tools_need_the_servers_parser(run):
+    with pytest.raises(RunError, match="'vf_envs' has tools: inference.args needs enable_auto_tool_choice") as e:
+        run(1, '[env]\nid = "vf_envs"\nargs = { kind = "tool" }')
+    assert e.value.code == 2
