@@ -85,7 +85,7 @@ class Rubric:
 
     async def score_group(self, states):
         """-> [(number to add to the reward, {function: value}) per state], or [] without functions of a group."""
-        parts = [part for part in self.parts if PLURALS & set(inspect.signature(part[0]).parameters)]
+        parts = [part for part in self.parts if states and PLURALS & set(inspect.signature(part[0]).parameters)]
         scores = [[0.0, {}] for _ in states if parts]
         for func, weight, objects in parts:
             have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}

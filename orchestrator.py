@@ -9,7 +9,6 @@ function of (seed, index); every batch file carries the ledger of indices that a
 """
 
 import asyncio
-import copy
 import functools
 import itertools
 import json
@@ -129,7 +128,7 @@ async def run_rollout(env, state, ask, first, asked_G, i, cfg):
         r.forks += extend_or_fork(r.samples, prompt_ids, ids, logps, r.num_turns)
         r.versions, r.num_turns = r.versions + versions, r.num_turns + 1
         r.truncated |= finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
-        return copy.deepcopy(message)
+        return message
 
     async def play():
         try:
@@ -158,20 +157,20 @@ async def run_group(env, row, n, ask, step, cfg):
         return asyncio.ensure_future(ask(start["prompt"], n, start["tools"]))
 
     states = [env.start(row) | {"step": step} for _ in range(n)]
+    jobs = [run_rollout(env, s, ask, first, asked_G, i, cfg) for i, s in enumerate(states)]
     try:
-        rollouts = await asyncio.gather(
-            *(run_rollout(env, s, ask, first, asked_G, i, cfg) for i, s in enumerate(states))
-        )
+        rollouts = await asyncio.gather(*jobs)
     finally:
         if first.cache_info().currsize:
             first().cancel()  # nobody is left to read it
     scored = [r for r in rollouts if r.reward is not None]
     work = env.rubric.score_group([r.state for r in scored])
-    for r, (add, metrics) in zip(scored, await guard(scored, work, cfg.orchestrator.generation_timeout) or ()):
+    more = await guard(scored, work, cfg.orchestrator.generation_timeout)
+    for r, (add, metrics) in zip(scored, [] if more is None else more or [(0.0, {})] * len(scored)):
         r.reward, r.metrics = r.reward + add, r.metrics | metrics
         r.turn_rewards = r.turn_rewards and [*r.turn_rewards[:-1], r.turn_rewards[-1] + add]
-    for r in scored if cfg.orchestrator.zero_truncated_completions else ():
-        r.reward, r.turn_rewards = (0.0, None) if r.truncated and r.reward is not None else (r.reward, r.turn_rewards)
+        if r.truncated and cfg.orchestrator.zero_truncated_completions:
+            r.reward, r.turn_rewards = 0.0, None
     return rollouts
 
 
@@ -185,13 +184,12 @@ async def fill(name, env, order, num, n, client, slots, cfg):
     limit = min(o.max_prompt_len or math.inf, cfg.run.max_seq_len - 1)
 
     async def job(index, row):
-        start = env.start(env.dataset[row])
-        if len(client.tokenize(start["prompt"], start["tools"])) > limit:
-            return Group(name, index, row, [], "long prompt")
-        async with slots:
-            ask = functools.partial(sample, client, index)
-            rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg)
-        dropped = judge(rollouts)
+        start, rollouts, dropped = env.start(env.dataset[row]), [], "long prompt"
+        if len(client.tokenize(start["prompt"], start["tools"])) <= limit:
+            async with slots:
+                ask = functools.partial(sample, client, index)
+                rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg)
+            dropped = why_drop(rollouts)
         order.lost = order.lost + 1 if dropped else 0
         if order.lost > 10 * num:
             raise RunError(4, f"{order.lost} groups of {name} in a row had nothing to learn from, the last: {dropped}")
@@ -216,7 +214,7 @@ async def fill(name, env, order, num, n, client, slots, cfg):
             task.cancel()
 
 
-def judge(rollouts):
+def why_drop(rollouts):
     """Why a group has nothing to teach, or ""."""
     scored = [r for r in rollouts if r.reward is not None]
     if len(scored) < 2:
@@ -237,28 +235,20 @@ def commit_batch(n, groups, orders, run_dir, cfg):
         for i, r in enumerate(g.rollouts):
             about = {"env": g.env, "example": g.row, "group": g.index, "rollout": i, "advantage": advantage.get(id(r))}
             about |= {k: getattr(r, k) for k in "versions reward turn_rewards num_turns metrics truncated".split()}
-            talk = {k: r.state[k] for k in ("prompt", "completion", "answer")} | {
-                "error": r.error,
-                "dropped": g.dropped,
-            }
+            talk = {k: r.state[k] for k in ("prompt", "completion", "answer")}
             lines.append({"step": n, "version": min(r.versions, default=None)} | about | talk)
+            lines[-1] |= {"error": r.error, "dropped": g.dropped}
             for s in r.samples if id(r) in advantage else ():
                 more = {"age": n - min(r.versions), "temperature": cfg.sampling.temperature, "turn": s["turns"][0]}
                 samples.append(about | more | s | ({} if r.trainable else {"mask": [0] * len(s["mask"])}))
     with open(run_dir / "rollouts.jsonl", "a") as f:
         f.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-    info = {
-        "run": identity(cfg),
-        "step": n,
-        "max_staleness": cfg.orchestrator.max_staleness,
-        "rollouts": len(advantage),
-    }
-    info |= {"max_tokens": cfg.sampling.max_tokens, "advantage": t.advantage, "gamma": t.gamma}
+    info = {"run": identity(cfg), "step": n, "max_staleness": cfg.orchestrator.max_staleness}
+    info |= {"rollouts": len(advantage), "max_tokens": cfg.sampling.max_tokens}
+    info |= {"advantage": t.advantage, "gamma": t.gamma, "metrics": rollout_metrics(groups, samples)}
     info |= {"dropped": {f"{g.env}:{g.index}": g.dropped for g in groups if g.dropped}}
     info |= {"ledger": {name: order.ledger() for name, order in orders.items()}}
-    save_batch(
-        run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info | {"metrics": rollout_metrics(groups, samples)}
-    )
+    save_batch(run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 # Of the toy model's vocabulary: frequent strings, as a trained tokenizer has them. The rest is spelled out.
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "'
 TOKENS = [CALL % ("search_pages", "query"), CALL % ("view_page", "page_id"), '"}}\n</tool_call>']
-WARM_UP_STEPS = 190
+TOKENS += ["Where does ", " live?", " lives in "]
+WARM_UP_STEPS = 155
 
 
 def word(rng, syllables):
@@ -28,7 +29,7 @@ def people(split, num):
     while len(found) < num:
         name = word(rng, (2, 3))
         if sum(ord(c) * 31**i for i, c in enumerate(name)) % 10 in owner:
-            found[name] = word(rng, (2, 3))
+            found[name] = word(rng, (2, 2))
     return list(found.items())
 
 

@@ -1,6 +1,7 @@
 """env.py, and the words of the default task."""
 
 import asyncio
+import random
 import re
 import subprocess
 import sys
@@ -8,8 +9,9 @@ import threading
 
 import pytest
 import reverse_text
-from conftest import ROOT
+from conftest import ROOT, all_batches
 
+from configs.lib.client import Client
 from configs.lib.data import DataError, load_rows
 from env import MultiTurnEnv, Rubric, RubricGroup, SingleTurnEnv, ToolEnv, Truncated, call, load_environment
 
@@ -329,3 +331,34 @@ def test_env_needs_no_torch_and_no_side_effects():
     code = "import trainer, orchestrator, torch; assert not torch.distributed.is_initialized()"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
     assert not done.stdout and not re.search("Error|Traceback", done.stderr)
+
+
+def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch):
+    """A researcher's environment in at most 25 lines, as the README has it, against a server."""
+    readme = (ROOT / "README.md").read_text()
+    code = readme.split("## Environments")[1].split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 25 and "def load_environment" in code
+    (tmp_path / "higher_lower.py").write_text(code)
+    env = load_environment("higher_lower", {"num": 60, "max_turns": 3}, tmp_path)
+    answer = env.dataset[0]["answer"]
+    state, (reward, metrics), _ = rollout(
+        env, ["<guess>101</guess>", "no idea", f"<think>so</think><guess>{answer}</guess>"]
+    )
+    assert [m["content"] for m in state["completion"][1::2]] == ["Lower.", "Write a number: <guess>50</guess>"]
+    assert metrics["found"] == pytest.approx(1 / 3) and reward > metrics["found"]
+
+    async def post(self, server, path, body):  # a server whose policy guesses
+        choices = []
+        for i in range(body["n"]):
+            ids = [*self.tokenizer.encode(f"<guess>{random.randint(1, 100)}</guess>" * (i % 4 > 0)), 0]
+            logprobs = {"content": [{"logprob": -1.0} for _ in ids]}
+            message = {"content": self.tokenizer.decode(ids[:-1])}
+            choices.append({"index": i, "message": message, "token_ids": ids, "logprobs": logprobs})
+            choices[-1]["finish_reason"] = "stop"
+        return {"choices": choices, "prompt_token_ids": self.tokenize(body["messages"])}
+
+    monkeypatch.setattr(Client, "post", post)
+    run_dir = run(3, '[env]\nid = "higher_lower"\nargs = { num = 60, max_turns = 3 }', "max_seq_len=512")
+    batches = all_batches(run_dir)
+    assert len(batches) == 3 and all(b.loss_mask.any() and b.advantages.any() for b in batches)
+    assert {s["num_turns"] for b in batches for s in b.samples} >= {3}

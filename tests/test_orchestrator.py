@@ -395,10 +395,10 @@ def test_a_run_that_cannot_learn_exits_4(launched):
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_judge():
+def test_why_drop():
     good, none = orchestrator.Rollout({}, reward=1.0, trainable=True), orchestrator.Rollout({}, error="X")
     bad, masked = orchestrator.Rollout({}, reward=0.0, trainable=True), orchestrator.Rollout({}, reward=0.5)
-    assert "flat" in orchestrator.judge([good, good, none])
-    assert orchestrator.judge([good, none]) == "failed: , X" and not orchestrator.judge([good, bad, none])
-    assert not orchestrator.judge([good, masked])
-    assert orchestrator.judge([masked, orchestrator.Rollout({}, reward=0.7)]) == "empty or masked"
+    assert "flat" in orchestrator.why_drop([good, good, none])
+    assert orchestrator.why_drop([good, none]) == "failed: , X" and not orchestrator.why_drop([good, bad, none])
+    assert not orchestrator.why_drop([good, masked])
+    assert orchestrator.why_drop([masked, orchestrator.Rollout({}, reward=0.7)]) == "empty or masked"

@@ -325,11 +325,11 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch):
 
     cfg, policy, sender = connect("untied", "orchestrator.sampling.max_tokens=90")
     client = Client(cfg)
-    client.version, samples, spelled = 0, [], {}
+    client.version, samples = 0, []
     function = {"name": "double", "arguments": '{"a": 4}'}
     requests = [{"type": "function", "id": "1", "function": function}]
-    said = [{"role": "assistant", "content": "", "tool_calls": requests},
-            {"role": "tool", "tool_call_id": "1", "content": "8"}, {"role": "assistant", "content": "it is 8"}]  # fmt: skip
+    said = [{"role": "assistant", "content": "", "tool_calls": requests}]
+    said += [{"role": "tool", "tool_call_id": "1", "content": "8"}, {"role": "assistant", "content": "it is 8"}]
     for question in ("canon", "spell"):
         (s,) = tokenize_conversation(client.tokenizer, [{"role": "user", "content": question}, *said])
         samples.append(s)

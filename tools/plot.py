@@ -22,10 +22,13 @@ def plot(runs, out):
         metrics, evals = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
         steps = [m["version"] for m in metrics]
         axis = axes[0, 0]
-        name = "exact" if evals and "exact" in evals[0] else "reward/mean"
-        axis.errorbar([e["step"] for e in evals], [e[name] for e in evals], yerr=[e["ci95"] for e in evals],
-                      fmt="o", linestyle=style, capsize=3, color=shade, label=run.name)  # fmt: skip
-        axis.set_title(f"evaluation: {name} (95 % interval of the reward)")
+        for i, env in enumerate(sorted({e["env"] for e in evals})):  # one curve per environment
+            mine = [e for e in evals if e["env"] == env]
+            name = next(name for name in ("exact", "correct", "reward/mean") if name in mine[0])
+            label = f"{run.name} {env if run.name != env else ''}: {name}"
+            axis.errorbar([e["step"] for e in mine], [e[name] for e in mine], yerr=[e["ci95"] for e in mine],
+                          fmt="os^vD"[i % 5], linestyle=style, capsize=3, color=shade, label=label)  # fmt: skip
+        axis.set_title("evaluation (95 % interval of the reward)")
         axis = axes[0, 1]
         axis.plot(steps, [m.get("reward/mean") for m in metrics], style, color=shade)
         low, high = ([m.get(f"reward/p{q}") for m in metrics] for q in (10, 90))
@@ -57,8 +60,7 @@ def plot(runs, out):
     for axis in axes.flat:
         axis.set_xlabel("version")
         axis.grid(alpha=0.3)
-    if len(runs) > 1:
-        axes[0, 0].legend()
+    axes[0, 0].legend()
     fig.savefig(out, dpi=90)
 
 
