@@ -101,16 +101,18 @@ def RubricGroup(rubrics):
     return functools.reduce(Rubric.__add__, rubrics, Rubric())
 
 
-def JudgeRubric(**kwargs):
+def JudgeRubric(weight=1.0, name="judge", **kwargs):
     """A rubric of one function, the judge's mean score; kwargs are Judge's (configs/lib/judge.py)."""
-    return Rubric([Judge(**kwargs).judge])
+    judge = functools.partial(Judge(**kwargs).judge)
+    judge.__name__ = name  # in metrics; two judges need two
+    return Rubric([judge], [weight])
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
 class SingleTurnEnv:
-    """One prompt, one answer. For rows see configs/lib/data.py; ValueError names the first bad one."""
+    """One prompt, one answer. Rows: configs/lib/data.py; ValueError names the first bad one."""
 
     def __init__(self, dataset, eval_dataset=None, system_prompt="", few_shot=(), rubric=None, parser=None):
         self.dataset = load_rows(dataset)
@@ -121,9 +123,10 @@ class SingleTurnEnv:
     def start(self, row):
         """-> the state of a new rollout."""
         prompt = row.get("prompt") or [{"role": "user", "content": row["question"]}]
-        prompt = prompt if isinstance(prompt, str) else copy.deepcopy(self.head + prompt)
+        prompt = prompt if isinstance(prompt, str) else self.head + prompt
         about = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}, "tools": self.tools}
-        return about | {"task": row.get("task", row), "completion": [], "turn": 0, "step": 0, "parser": self.parser}
+        about = copy.deepcopy(about | {"completion": [], "turn": 0, "step": 0})  # a rollout may change its own
+        return about | {"task": row.get("task", row), "parser": self.parser}
 
     async def rollout(self, state, generate):
         """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""
@@ -153,7 +156,7 @@ class MultiTurnEnv(SingleTurnEnv):
         raise NotImplementedError
 
     async def rollout(self, state, generate):
-        await call(self.setup_state, state=state)
+        state.update(await call(self.setup_state, state=state) or {})
         while True:
             state["completion"].append(await generate(state["prompt"] + state["completion"], state["tools"]))
             state["turn"] += 1
@@ -161,7 +164,9 @@ class MultiTurnEnv(SingleTurnEnv):
             if state["turn"] >= self.max_turns or await call(self.is_completed, **have):
                 return
             reply = await call(self.env_response, **have)
-            state["completion"] += reply[0] if isinstance(reply, tuple) else reply
+            reply, new = reply if isinstance(reply, tuple) else (reply, {})
+            state.update(new)
+            state["completion"] += reply
             if state.get("final_env_response"):  # the environment had the last word
                 return
 
@@ -172,15 +177,17 @@ class ToolEnv(MultiTurnEnv):
     vLLM parses the calls: inference.args.enable_auto_tool_choice = true, tool_call_parser = "hermes" for Qwen. A
     function that names `state` gets the rollout's; the policy does not see that argument."""
 
-    def __init__(self, dataset, tools, max_turns=8, max_output=8192, **kwargs):
+    def __init__(self, dataset, tools, max_turns=8, max_output=8192, call_tag="<tool_call>", **kwargs):
         super().__init__(dataset, max_turns, **kwargs)
-        self.tools, self.max_output = [tool_schema(f) for f in tools], max_output
+        self.tools, self.max_output, self.call_tag = [tool_schema(f) for f in tools], max_output, call_tag
         self.functions = {f.__name__: f for f in tools}
 
     def is_completed(self, messages, state):
-        return not messages[-1].get("tool_calls")
+        return not messages[-1].get("tool_calls") and self.call_tag not in messages[-1]["content"]
 
     async def env_response(self, messages, state):
+        if not messages[-1].get("tool_calls"):  # the server's parser could not read it, and left it in the content
+            return [{"role": "user", "content": "error: the tool call is no valid JSON with a name and arguments"}]
         return [await run_tool(self.functions, c, state, self.max_output) for c in messages[-1]["tool_calls"]]
 
 
@@ -188,6 +195,7 @@ def load_environment(id, args, beside):
     """load_environment(**args) of the module ("org/my-env": my_env) beside the TOML, importable, or in configs/."""
     name, file, _ = find_module(id, beside)
     if file and name not in sys.modules:
+        sys.path.append(str(file.parent))  # a task may import its neighbours
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])

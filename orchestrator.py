@@ -16,7 +16,6 @@ import math
 import os
 import traceback
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from configs.lib.batch import resume, save_batch
@@ -25,7 +24,7 @@ from configs.lib.client import Client
 from configs.lib.evaluate import check_environments, evaluate_when_due
 from configs.lib.metrics import rollout_metrics
 from configs.lib.order import Order, deal
-from configs.lib.runtime import RunError, arguments, run_directory, run_role
+from configs.lib.runtime import RunError, UserThreads, arguments, run_directory, run_role
 from env import Truncated, load_environment
 from trainer import compute_advantages
 
@@ -182,6 +181,7 @@ async def fill(name, env, order, num, n, client, slots, cfg):
     the lowest indices win, whoever finishes first: short rollouts get no advantage."""
     o, jobs = cfg.orchestrator, {}
     limit = min(o.max_prompt_len or math.inf, cfg.run.max_seq_len - 1)
+    most_lost = 10 * o.batch_size // o.rollouts_per_example
 
     async def job(index, row):
         start, rollouts, dropped = env.start(env.dataset[row]), [], "long prompt"
@@ -189,9 +189,9 @@ async def fill(name, env, order, num, n, client, slots, cfg):
             async with slots:
                 ask = functools.partial(sample, client, index)
                 rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg)
-            dropped = why_drop(rollouts)
+            dropped = why_drop(rollouts, cfg.trainer.gamma)
         order.lost = order.lost + 1 if dropped else 0
-        if order.lost > 10 * num:
+        if order.lost > most_lost:
             raise RunError(4, f"{order.lost} groups of {name} in a row had nothing to learn from, the last: {dropped}")
         return Group(name, index, row, rollouts, dropped)
 
@@ -214,12 +214,12 @@ async def fill(name, env, order, num, n, client, slots, cfg):
             task.cancel()
 
 
-def why_drop(rollouts):
-    """Why a group has nothing to teach, or ""."""
+def why_drop(rollouts, gamma):
+    """Why a group has nothing to teach, or "". With gamma < 1 it is also how soon a reward comes."""
     scored = [r for r in rollouts if r.reward is not None]
     if len(scored) < 2:
         return "failed: " + ", ".join(sorted({r.error for r in rollouts}))
-    if len({(r.reward, *(r.turn_rewards or ())) for r in scored}) == 1:
+    if len({(r.reward, *(r.turn_rewards or ()), r.num_turns * (gamma < 1)) for r in scored}) == 1:
         return f"flat at reward {scored[0].reward:.3g}"
     return "" if any(r.trainable for r in scored) else "empty or masked"
 
@@ -245,7 +245,8 @@ def commit_batch(n, groups, orders, run_dir, cfg):
         f.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     info = {"run": identity(cfg), "step": n, "max_staleness": cfg.orchestrator.max_staleness}
     info |= {"rollouts": len(advantage), "max_tokens": cfg.sampling.max_tokens}
-    info |= {"advantage": t.advantage, "gamma": t.gamma, "metrics": rollout_metrics(groups, samples)}
+    metrics = rollout_metrics(groups, samples) | {"group/surplus": sum(o.settled() for o in orders.values())}
+    info |= {"advantage": t.advantage, "gamma": t.gamma, "metrics": metrics}
     info |= {"dropped": {f"{g.env}:{g.index}": g.dropped for g in groups if g.dropped}}
     info |= {"ledger": {name: order.ledger() for name, order in orders.items()}}
     save_batch(run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info)
@@ -259,7 +260,7 @@ async def run(cfg):
     os.environ["ROLEMODEL_POLICY_URL"] = f"{cfg.inference.urls[0]}/v1"  # for a judge that is the policy itself
     envs = {e.name: load_environment(e.id, e.args, cfg.path.parent) for e in cfg.env}
     check_environments(envs, cfg)
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))  # for blocking reward functions
+    asyncio.get_running_loop().set_default_executor(UserThreads(256))
     start, ledger = resume(run_dir, cfg)
     client, num_groups = Client(cfg), o.batch_size // o.rollouts_per_example
     orders = {name: Order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}

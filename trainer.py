@@ -28,11 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from configs.lib.attention import packed_attention
-from configs.lib.batch import Batch, load_batch, replace_advantages
+from configs.lib.batch import load_batch, replace_advantages
 from configs.lib.broadcast import WeightSender
 from configs.lib.checkpoint import identity, latest_checkpoint, load_checkpoint, save_checkpoint, write_final
 from configs.lib.metrics import log_step, speed
-from configs.lib.pack import collate, pack
+from configs.lib.pack import canary, collate, pack
 from configs.lib.runtime import RunError, arguments, cut_lines, run_directory, run_role, start_distributed
 
 # --- model: LoRA, log-probabilities, FSDP2 ----------------------------------------------------------------------------
@@ -207,8 +207,7 @@ def compute_advantages(groups, name, gamma=1.0):
         rows = [returns(m) if by_turn else [m["reward"]] for m in group]
         columns = zip_longest(*rows, fillvalue=0.0)
         adv_TG = [(function(torch.tensor(r_G, dtype=torch.float64), group) / scale).tolist() for r_G in columns]
-        table.append([[adv_G[i] for adv_G in adv_TG][: len(row)] for i, row in enumerate(rows)])
-        table[-1] = table[-1] if by_turn else [adv for (adv,) in table[-1]]
+        table.append([[a[i] for a in adv_TG[: len(row)]] if by_turn else adv_TG[0][i] for i, row in enumerate(rows)])
     return table
 
 
@@ -232,19 +231,15 @@ def sampler_weights(model, dtype, adapters):
 
 def publish(sender, policy, version, staleness, cfg, rank, device):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers."""
-    started, length = time.perf_counter(), min(256, cfg.run.max_seq_len - 1)
-    vocab, draw = policy.model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-    canary = torch.randint(vocab, (256 // length, length), generator=draw, dtype=torch.int32)  # 256 tokens, both score
-    zero, lens = torch.zeros(canary.numel()), torch.full((len(canary),), length)
-    mask = (torch.arange(length) > 0).repeat(len(canary))
-    rows = Batch(canary.flatten(), mask, zero, zero, zero, lens, [{}] * len(canary), {})
+    started = time.perf_counter()
+    ids, batch = canary(policy.model.config.get_text_config().vocab_size, cfg.run.max_seq_len - 1)
     policy.eval()
     with torch.no_grad():
-        logp_N = policy(collate(rows, list(range(len(canary))), device))[0].tolist()
+        logp_N = policy(collate(batch, list(range(len(ids))), device))[0].tolist()
     policy.train()
     weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     tensors = {name: w for name, w in weights if rank == 0}
-    metrics = sender.send(version, tensors, canary.tolist(), logp_N, staleness) if rank == 0 else {}
+    metrics = sender.send(version, tensors, ids.tolist(), logp_N, staleness) if rank == 0 else {}
     return metrics | {"time/sync_s": time.perf_counter() - started}
 
 

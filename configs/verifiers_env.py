@@ -15,7 +15,9 @@ import inspect
 import verifiers as vf
 from openai.types.chat import ChatCompletion
 from verifiers.clients import OpenAIChatCompletionsClient
+from verifiers.utils.message_utils import normalize_messages
 
+from configs.lib.data import finite
 from env import SingleTurnEnv, Truncated
 
 FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
@@ -61,7 +63,8 @@ def told(function):
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
         try:
-            return await off_loop(function)(*args, **kwargs)
+            value = await off_loop(function)(*args, **kwargs)
+            return finite(function, list(value) if isinstance(value, list | tuple) else value, None)
         except Exception as e:
             FAILED.get().append(e)
             raise
@@ -78,8 +81,8 @@ def leaves(rubric):
 class VerifiersRubric:
     """The rubric's own scoring; the protocol is env.Rubric's."""
 
-    def __init__(self, rubric):
-        self.rubric = rubric
+    def __init__(self, env):
+        self.env, self.rubric = env, (rubric := env.rubric)
         for leaf in leaves(rubric):
             leaf.funcs = [told(f) for f in leaf.funcs]
         self.sees_group = any(leaf._is_group_func(f) for leaf in leaves(rubric) for f in leaf.funcs)
@@ -87,8 +90,15 @@ class VerifiersRubric:
     async def score(self, state):
         if self.sees_group:
             return 0.0, {}  # all of it comes from score_group
-        await self.of([state["verifiers"]], lambda states: self.rubric.score_rollout(states[0]))
-        return self.result(state["verifiers"])
+        theirs = state.get("verifiers") or await self.state_of(state)
+        await self.of([theirs], lambda states: self.rubric.score_rollout(states[0]))
+        return self.result(theirs)
+
+    async def state_of(self, state):
+        """Of text that was not rolled out: for SingleTurnEnv.score."""
+        theirs = await self.env.init_state(state["row"], PolicyClient(None), "policy", {})
+        theirs["completion"] = normalize_messages(state["completion"], field_name="completion")
+        return theirs
 
     async def score_group(self, states):
         if not self.sees_group or not states:
@@ -120,14 +130,14 @@ class VerifiersEnv(SingleTurnEnv):
             [dict(row) for row in env.get_eval_dataset()] if env.eval_dataset or env.eval_dataset_source else None
         )
         super().__init__(rows, eval_dataset=held_out, parser=env.parser)
-        self.env, self.rubric = env, VerifiersRubric(env.rubric)
+        self.env, self.rubric = env, VerifiersRubric(env)
         self.tools = [schema_of(tool) for tool in env.tool_defs or []] or None
         for child in [env, *getattr(env, "envs", [])]:
             child.tool_map = {name: off_loop(tool) for name, tool in getattr(child, "tool_map", {}).items()}
 
     def start(self, row):
         state = super().start({"prompt": [plain(message) for message in row["prompt"]]} | row_fields(row))
-        return state | {"row": row}
+        return state | {"row": row | {"prompt": state["prompt"]}}
 
     async def rollout(self, state, generate):
         theirs = await self.env.rollout(state["row"], PolicyClient(generate), model="policy", sampling_args={})

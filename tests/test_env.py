@@ -215,6 +215,13 @@ def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
     assert [m["tool_call_id"] for m in state["completion"] if m["role"] == "tool"][:3] == ["0", "1", "0"]
 
 
+def test_calls_that_the_server_cannot_read_go_back_as_text():
+    env = ToolEnv(ROWS, [add], max_turns=3)
+    state, _, seen = rollout(env, ['<tool_call>{"name": "add", "arg', "4"])
+    assert [m["role"] for m in state["completion"]] == ["assistant", "user", "assistant"]
+    assert state["completion"][1]["content"].startswith("error: the tool call is no valid JSON") and len(seen) == 2
+
+
 def test_endless_tool_loops_end_at_max_turns():
     env = ToolEnv(ROWS, [add])
 
@@ -274,6 +281,41 @@ def test_rows_come_from_lists_files_and_hugging_face(tmp_path):
     with pytest.raises(DataError, match="no file .*missing.jsonl"):
         load_rows(tmp_path / "missing.jsonl", "eval_dataset")
     assert DataError.code == 4
+
+
+def test_a_rollout_does_not_change_the_rows_and_a_new_state_counts():
+    class Notes(MultiTurnEnv):
+        def setup_state(self, state):
+            state["info"]["seen"] = True
+            return {"more": 1}
+
+        def env_response(self, messages, state):
+            return [{"role": "user", "content": "?"}], {"more": state["more"] + 1}
+
+    rows = [{"question": "q", "info": {"a": 1}}]
+    state, _, _ = rollout(Notes(rows, max_turns=3), ["x", "y", "z"])
+    assert rows == [{"question": "q", "info": {"a": 1}}] and state["info"]["seen"] and state["more"] == 3
+
+
+def test_shipped_environments_load_as_the_orchestrator_loads_them():
+    """In a process of its own, without what the tests put on the path."""
+    code = ("from pathlib import Path\nfrom configs.lib.runtime import load_config\nfrom env import load_environment\n"
+            "for path in sorted(Path('configs').glob('*.toml')):\n"
+            "    for e in load_config(path).env if path.stem not in ('defaults', 'math_python') else ():\n"
+            "        print(path.stem, len(load_environment(e.id, e.args, path.parent).dataset))")  # fmt: skip
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= 10
+
+
+def test_score_of_several_turns():
+    import alphabet_sort
+
+    env = load_environment("alphabet_sort", {"num_train": 9}, ROOT / "configs")
+    row = env.dataset[0]
+    talk = alphabet_sort.conversation(row["question"], row["info"])
+    assert env.score([row["question"]], [talk[1:]]) == [1.0]
 
 
 def test_score_without_a_server():

@@ -270,6 +270,18 @@ def test_curriculum_goes_by_difficulty_and_step(make_cfg):
         Order(rows[2:3], make_cfg("orchestrator.curriculum={hard=[10, 100]}")).take(7)
 
 
+def test_a_curriculum_of_difficulties_that_no_row_has_is_refused(run):
+    with pytest.raises(RunError, match=r"curriculum: \['esay'\] is no row's difficulty; there are \['None'\]") as e:
+        run(1, '{ kind = "noise" }', "orchestrator.curriculum={esay=[0, 10]}")
+    assert e.value.code == 2
+
+
+def test_retirement_needs_no_buffer(make_cfg):
+    order = Order([{"question": str(i)} for i in range(4)], make_cfg("orchestrator.retire_after=1"))
+    order.settle(groups_of(2, 1.0, 1.0, dropped="flat at reward 1"))
+    assert {order.take(0)[1] for _ in range(30)} == {0, 1, 3}
+
+
 def test_difficulty_survives_in_batches_and_metrics(run):
     run_dir = run(4, '{ kind = "turns", num_turns = 1, num_rows = 9 }', "orchestrator.buffer=online-difficulty")
     ledger = all_batches(run_dir)[-1].info["ledger"]["think_env"]
@@ -386,6 +398,15 @@ def test_servers_that_run_elsewhere(launched, fake_servers):
 
 
 @pytest.mark.slow
+def test_user_code_that_never_returns_does_not_keep_the_run(launched):
+    """One reward in five sleeps for ever in its thread: its rollouts time out, and the run ends when it is done."""
+    started = time.monotonic()
+    _, run_dir = launched(2, '{ kind = "stuck" }', "orchestrator.generation_timeout=2")
+    assert "TimeoutError" in {r["error"] for r in lines(run_dir / "rollouts.jsonl")}
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
 def test_a_run_that_cannot_learn_exits_4(launched):
     done, run_dir = launched(3, '{ kind = "constant" }', "trainer.gpus=2", check=False)
     assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]
@@ -398,7 +419,10 @@ def test_a_run_that_cannot_learn_exits_4(launched):
 def test_why_drop():
     good, none = orchestrator.Rollout({}, reward=1.0, trainable=True), orchestrator.Rollout({}, error="X")
     bad, masked = orchestrator.Rollout({}, reward=0.0, trainable=True), orchestrator.Rollout({}, reward=0.5)
-    assert "flat" in orchestrator.why_drop([good, good, none])
-    assert orchestrator.why_drop([good, none]) == "failed: , X" and not orchestrator.why_drop([good, bad, none])
-    assert not orchestrator.why_drop([good, masked])
-    assert orchestrator.why_drop([masked, orchestrator.Rollout({}, reward=0.7)]) == "empty or masked"
+    assert "flat" in orchestrator.why_drop([good, good, none], 1.0)
+    assert orchestrator.why_drop([good, none], 1.0) == "failed: , X"
+    assert not orchestrator.why_drop([good, bad, none], 1.0)
+    slow = orchestrator.Rollout({}, reward=1.0, trainable=True, num_turns=3)
+    assert "flat" in orchestrator.why_drop([good, slow], 1.0) and not orchestrator.why_drop([good, slow], 0.9)
+    assert not orchestrator.why_drop([good, masked], 1.0)
+    assert orchestrator.why_drop([masked, orchestrator.Rollout({}, reward=0.7)], 1.0) == "empty or masked"

@@ -196,6 +196,33 @@ def test_conversations_become_samples_of_the_policys_tokens():
     assert tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
 
 
+def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, models):
+    """Answers in the prompt (few-shot) are not the policy's; a truncated one never said its end."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    shots = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "one"},
+        {"role": "user", "content": "2"},
+    ]
+    data = [{"prompt": shots, "completion": [{"role": "assistant", "content": c}], "reward": r, "truncated": c == "tw"}
+            for c, r in (("two", 1.0), ("tw", 0.0), ("no", 0.5))]  # fmt: skip
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+    (batch,) = all_batches(tmp_path / "run-offline")
+    tokenizer = tiny_model.make_tokenizer()
+    trained = [
+        tokenizer.decode(t[m.bool()].tolist())
+        for t, m in zip(*(x.split(batch.sample_lens.tolist()) for x in batch[:2]))
+    ]
+    assert trained == ["two<|end|>", "", "no<|end|>"]
+    assert [s["advantage"] for s in batch.samples] == [0.5, -0.5, 0.0] and {s["num_turns"] for s in batch.samples} == {
+        1
+    }
+    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "trainer.loss=sft", "run_name=sft"])
+    (batch,) = all_batches(tmp_path / "sft-offline")
+    assert len(batch.samples) == 2 and {s["advantage"] for s in batch.samples} == {1.0}
+
+
 def test_intervals_and_pass_at_k():
     low, high = wilson(0.5, 10)  # the textbook's 5 of 10
     assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)

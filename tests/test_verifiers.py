@@ -86,6 +86,18 @@ def test_a_reward_function_that_raises_loses_the_rollout_and_is_never_zero(rollo
         assert r["error"] or r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] + 1.0
 
 
+def test_rewards_that_are_no_numbers_are_no_zeros(rollouts):
+    found, _ = rollouts("nothing")
+    for r in found:
+        assert (r["error"] == "ValueError" and r["reward"] is None) == (int(r["answer"]) % 3 == 0)
+
+
+def test_score_without_a_server():
+    env = load_environment("vf_envs", {"kind": "single"}, "tests")
+    prompts = [row["prompt"] for row in env.dataset[:2]]
+    assert env.score(prompts, ["a", "b"]) == [float(ord("a") % 7), ord("b") % 7 + 0.5]
+
+
 def test_group_rewards(rollouts):
     found, _ = rollouts("group")
     assert not any(r["error"] for r in found)
@@ -102,7 +114,7 @@ def test_groups_of_environments(rollouts):
 
 def test_what_cannot_be_wrapped_is_refused():
     with pytest.raises(TypeError, match="load_environment returned object, neither"):
-        load_environment("vf_envs", {"kind": "nothing"}, "tests")
+        load_environment("vf_envs", {"kind": "other"}, "tests")
     with pytest.raises(ValueError, match="message_type = 'completion' is not supported"):
         load_environment("vf_envs", {"kind": "completion"}, "tests")
 

@@ -13,6 +13,7 @@ from conftest import ROOT, VLLM, lines, stop
 
 import orchestrator
 import trainer
+from configs.lib.batch import Batch
 from configs.lib.broadcast import WeightSender
 from configs.lib.client import Client
 from configs.lib.runtime import RunError
@@ -218,9 +219,7 @@ def trained_logp(policy, samples):
     tokens = torch.tensor([t for s in samples for t in s["tokens"]], dtype=torch.int32)
     mask, zero = torch.tensor([bool(m) for s in samples for m in s["mask"]]), torch.zeros(len(tokens))
     lens = torch.tensor([len(s["tokens"]) for s in samples])
-    batch = trainer.Batch(
-        tokens, mask, zero, zero, zero, lens, [{"temperature": s["temperature"]} for s in samples], {}
-    )
+    batch = Batch(tokens, mask, zero, zero, zero, lens, [{"temperature": s["temperature"]} for s in samples], {})
     with torch.no_grad():
         return policy.eval()(trainer.collate(batch, list(range(len(samples))), CPU))[0].tolist()
 
@@ -301,8 +300,6 @@ def double(a: int) -> str:
 
 
 def learn_by_heart(policy, samples, steps=250):
-    from configs.lib.batch import Batch
-
     tokens = torch.tensor([t for s in samples for t in s["tokens"]], dtype=torch.int32)
     mask, zero = torch.tensor([bool(m) for s in samples for m in s["mask"]]), torch.zeros(len(tokens))
     lens = torch.tensor([len(s["tokens"]) for s in samples])

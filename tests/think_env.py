@@ -52,7 +52,7 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
         return SingleTurnEnv(rows, rows[:3], rubric=Rubric([text_letters]))
     if kind == "letter":
         return SingleTurnEnv(rows, rows[:8], rubric=Rubric([long_answer]))
-    functions = (zero, misbehaves, constant, raises, sleeps)
+    functions = (zero, misbehaves, constant, raises, sleeps, stuck)
     function = noisy if kind == "noise" else next(f for f in functions if f.__name__ == kind)
     return SingleTurnEnv(rows, rows[:3] if kind != "constant" else None, rubric=Rubric([function]))
 
@@ -84,4 +84,9 @@ def raises():
 
 def sleeps():
     time.sleep(random.choice([0, 2]))
+    return random.random()
+
+
+def stuck(answer):
+    time.sleep(3600 if random.random() < 0.2 else 0)
     return random.random()

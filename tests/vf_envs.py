@@ -24,6 +24,10 @@ async def sometimes(answer):
     return 1.0
 
 
+def nothing(answer):
+    return None if int(answer) % 3 == 0 else 1.0
+
+
 def spread(completions):
     return [float(i) for i in range(len(completions))]
 
@@ -63,9 +67,12 @@ def load_environment(kind="single"):
         case "tool":
             return vf.ToolEnv(**data, tools=[double], rubric=rubric, max_turns=3)
         case "our tool":
-            return ours.ToolEnv(**mine, tools=[double], rubric=same, max_turns=3)
+            # verifiers takes a call that the server cannot read for an answer; ours would tell the policy
+            return ours.ToolEnv(**mine, tools=[double], rubric=same, max_turns=3, call_tag="never")
         case "raises":
             return vf.SingleTurnEnv(**data, rubric=vf.RubricGroup([rubric, vf.Rubric([sometimes])]))
+        case "nothing":
+            return vf.SingleTurnEnv(**data, rubric=vf.Rubric([letters, nothing]))
         case "group":
             return vf.SingleTurnEnv(**data, rubric=vf.Rubric([letters, spread]))
         case "env group":

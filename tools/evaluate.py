@@ -21,7 +21,7 @@ from configs.lib.batch import save_batch
 from configs.lib.checkpoint import identity
 from configs.lib.data import read_json_lines
 from configs.lib.metrics import eval_metrics, function_means
-from configs.lib.runtime import RunError, load_config, run_directory
+from configs.lib.runtime import RunError, UserThreads, load_config, run_directory
 from configs.lib.text import tokenize_conversation
 from env import load_environment
 from trainer import compute_advantages
@@ -72,6 +72,10 @@ def bind(client, model, sampling):
             reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
             choice = reply.choices[0]
             message = {"role": "assistant", "content": choice.message.content or ""}
+            if reasoning := getattr(choice.message, "reasoning", None) or getattr(
+                choice.message, "reasoning_content", None
+            ):
+                message["reasoning"] = reasoning
             if choice.message.tool_calls:
                 message["tool_calls"] = [call.model_dump() for call in choice.message.tool_calls]
         return message, [], [], [], choice.finish_reason, [0, 0]
@@ -103,12 +107,16 @@ def as_lines(name, i, group):
 
 
 async def run(args, cfg):
+    asyncio.get_running_loop().set_default_executor(UserThreads(256))
     client, num, e = connect(args, cfg), int(args.generate[0]) if args.generate else 0, cfg.eval
     model = args.model or (await client.models.list()).data[0].id
     k = args.rollouts_per_example or (cfg.orchestrator.rollouts_per_example if num else e.rollouts_per_example)
     max_tokens = cfg.sampling.max_tokens if num else e.max_tokens or cfg.sampling.max_tokens
     sampling = {"temperature": cfg.sampling.temperature if num else e.temperature, "max_tokens": max_tokens}
     sampling |= {"stop": cfg.sampling.stop} if cfg.sampling.stop else {}
+    sampling |= {"top_p": cfg.sampling.top_p} if cfg.sampling.top_p < 1 else {}
+    if cfg.sampling.chat_template_kwargs:  # not every server knows it, but then what is asked for is not to be had
+        sampling["extra_body"] = {"chat_template_kwargs": cfg.sampling.chat_template_kwargs}
     out = open(args.generate[1] if num else args.out or os.devnull, "w")
     for spec in cfg.env:
         env = load_environment(spec.id, spec.args, cfg.path.parent)
@@ -145,7 +153,7 @@ def pass_at(k, groups):
         n, c = len(rewards), sum(r >= 1 for r in rewards)
         if n >= k:
             chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
-    return sum(chances) / len(chances), len(chances)
+    return sum(chances) / len(chances) if chances else math.nan, len(chances)
 
 
 def report(name, groups, k, seconds):
@@ -157,6 +165,9 @@ def report(name, groups, k, seconds):
     print(f"  avg@{k} {m['reward/mean']:.3f} +- {m['ci95']:.3f} (95 %, over {len(scored)} examples)")
     for size in sorted({1, k} | {2**i for i in range(k.bit_length()) if 2**i < k}):
         p, n = pass_at(size, scored)
+        if not n:
+            print(f"  pass@{size}: no example has {size} scored rollouts")
+            continue
         low, high = wilson(p, n)
         print(f"  pass@{size} {p:.3f} (95 %: {low:.3f} to {high:.3f})")
     functions = function_means([r for group in groups for r in group])
@@ -165,6 +176,8 @@ def report(name, groups, k, seconds):
     varied = sum(len(set(rewards)) > 1 for rewards in scored) / len(scored)
     if num >= 10 and max(map(max, scored)) <= 0:
         print(f"  too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model.")
+    elif num >= 10 and m["pass@k"] == 0:
+        print(f"  too hard, if a reward of 1 is to be had: none in {num} attempts.")
     elif m["reward/mean"] >= 0.8:
         print("  too easy: 0.8 and more is left little to learn. Take harder rows.")
     elif k > 1:
@@ -183,7 +196,7 @@ def to_samples(line, tokenizer, cfg):
         logp = [0.0] * len(prompt) + [math.nan] * n
         return [{"tokens": tokens, "mask": [0] * len(prompt) + [1] * n, "logp": logp, "turns": [0] * len(tokens)}]
     messages, more = line["prompt"] + line["completion"], cfg.sampling.chat_template_kwargs
-    return tokenize_conversation(tokenizer, messages, line.get("tools"), **more)
+    return tokenize_conversation(tokenizer, messages, line.get("tools"), len(line["prompt"]), **more)
 
 
 def read_groups(args, cfg):
@@ -201,8 +214,13 @@ def read_groups(args, cfg):
         if not (line.get("prompt") and line.get("completion")):
             raise RunError(4, f"{args.offline}: line {i + 1} has no prompt or no completion: {str(line)[:200]}")
         samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
+        if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
+            samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]
+            reward = 0.0 if cfg.orchestrator.zero_truncated_completions and reward is not None else reward
         if reward is None and not is_sft:
             dropped["unscored"] += 1
+        elif line.get("truncated") and is_sft:
+            dropped["truncated"] += 1
         elif reward is not None and reward < args.min_reward:
             dropped["below --min-reward"] += 1
         elif max(len(s["tokens"]) for s in samples) > cfg.run.max_seq_len:
@@ -211,8 +229,9 @@ def read_groups(args, cfg):
             key = line.get("env", ""), line.get("example", json.dumps(line["prompt"]))
             turns = {"num_turns": len({t for s in samples for t in s["turns"]}), "reward": reward or 0.0}
             groups.setdefault(key, []).append(line | turns | {"samples": samples})
-    flat = [key for key, group in groups.items() if len({line["reward"] for line in group}) == 1 and not is_sft]
-    dropped["flat"] = sum(len(groups.pop(key)) for key in flat)
+    for key, group in [] if is_sft else list(groups.items()):
+        same = {(x["reward"], *(x.get("turn_rewards") or ()), x["num_turns"] * (cfg.trainer.gamma < 1)) for x in group}
+        dropped["flat"] += len(groups.pop(key)) if len(same) == 1 else 0
     return list(groups.values()), dropped
 
 
@@ -225,7 +244,10 @@ def write_offline(args, cfg):
         batch, size = batch + [group] * bool(group), size + len(group)
         if batch and (size >= cfg.orchestrator.batch_size or not group):
             samples = []
-            for g, (lines, row) in enumerate(zip(batch, compute_advantages(batch, t.advantage, t.gamma))):
+            table = (
+                compute_advantages(batch, t.advantage, t.gamma) if t.loss != "sft" else [[1.0] * len(b) for b in batch]
+            )
+            for g, (lines, row) in enumerate(zip(batch, table)):
                 for i, (line, adv) in enumerate(zip(lines, row)):
                     about = {"env": line.get("env", ""), "example": line.get("example"), "group": g, "rollout": i}
                     about |= {"advantage": adv, "temperature": cfg.sampling.temperature, "reward": line["reward"]}

@@ -59,7 +59,7 @@ def identity(cfg):
         "model": cfg.run.model,
         "seed": cfg.run.seed,
         "lora": lora,
-        "env": [[e.id, e.args, e.ratio] for e in cfg.env],
+        "env": [[e.name, e.id, e.args, e.ratio] for e in cfg.env],
     }
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import numbers
 import re
+import traceback
 import typing
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def read_json_lines(path, name):
     if not path.is_file():
         raise DataError(f"{name}: no file {path}")
     rows = []
-    for i, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines()):
+    for i, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -134,7 +135,7 @@ def finite(func, value, num):
     values = value if isinstance(value, list) else [value]
     if not all(isinstance(v, numbers.Real) and math.isfinite(v) and abs(v) <= 1e6 for v in values):
         raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]!r}, no finite number within 1e6")
-    if isinstance(value, list) and len(value) != num:
+    if isinstance(value, list) and num is not None and len(value) != num:
         raise ValueError(f"reward function {func.__name__} returned {len(value)} numbers for {num}")
     return [float(v) for v in value] if isinstance(value, list) else float(value)
 
@@ -152,10 +153,13 @@ async def score_texts(env, prompts, completions, columns):
         if not row:
             raise DataError(f"prompts[{i}] is in no row of the environment, and no columns were given: {key[:200]}")
         state = env.start(row | {"prompt": as_messages(prompt)})
-        state["completion"], state["turn"] = as_messages(completion, "assistant"), 1
+        state["completion"] = as_messages(completion, "assistant")
+        state["turn"] = sum(m["role"] == "assistant" for m in state["completion"])
         groups.setdefault(key, []).append((i, state))
     for group in groups.values():
         scores = await asyncio.gather(*(env.rubric.score(state) for _, state in group), return_exceptions=True)
+        for error in {type(s): s for s in scores if isinstance(s, Exception)}.values():
+            traceback.print_exception(error)
         kept = [(i, state, s) for (i, state), s in zip(group, scores) if not isinstance(s, Exception)]
         more = await env.rubric.score_group([state for _, state, _ in kept]) or [(0.0, {})] * len(kept)
         for (i, _, (reward, _)), (add, _) in zip(kept, more):

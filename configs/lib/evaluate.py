@@ -11,6 +11,11 @@ from configs.lib.runtime import RunError
 
 def check_environments(envs, cfg):
     """What an environment needs of the configuration."""
+    known = {str(row.get("difficulty")) for env in envs.values() for row in env.dataset}
+    if unknown := set(cfg.orchestrator.curriculum) - known:
+        raise RunError(
+            2, f"orchestrator.curriculum names {sorted(unknown)}; the rows' difficulties are {sorted(known)}"
+        )
     for name, env in envs.items():
         if cfg.eval.every and not env.eval_dataset:
             raise RunError(2, f"eval.every = {cfg.eval.every}, but the environment {name!r} has no eval_dataset")

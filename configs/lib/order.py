@@ -13,7 +13,7 @@ class Order:
     "tasks": {row: [solve rate, flat groups in a row]}}."""
 
     def __init__(self, rows, cfg, ledger=None):
-        self.rows, self.cfg, self.epochs, self.lost = rows, cfg, {}, 0
+        self.rows, self.cfg, self.epochs, self.lost, self.surplus = rows, cfg, {}, 0, 0
         self.next, self.open, self.tasks = ledger.values() if ledger else (0, [], {})
         self.open, self.again = set(self.open), sorted(self.open)
 
@@ -42,17 +42,24 @@ class Order:
         o = self.cfg.orchestrator
         start, end = o.curriculum.get(str(self.rows[row].get("difficulty")), (0, math.inf))
         rate, flat = self.tasks.get(str(row), (0.5, 0))
+        rate = rate if o.buffer == "online-difficulty" else 0.5
         chance = random.Random(f"{self.cfg.run.seed}:take:{index}").random()
         return start <= step < end and flat < (o.retire_after or math.inf) and chance < 4 * rate * (1 - rate) + 0.1
 
     def put_back(self, index):
+        self.surplus += 1
         self.again = sorted([*self.again, index])
+
+    def settled(self):
+        """-> groups put back since the last batch."""
+        surplus, self.surplus = self.surplus, 0
+        return surplus
 
     def settle(self, group):
         """A group is in a committed batch; its mean reward, within 0..1, moves the row's solve rate half way."""
         self.open.discard(group.index)
         rewards = [r.reward for r in group.rollouts if r.reward is not None]
-        if rewards and self.cfg.orchestrator.buffer == "online-difficulty":
+        if rewards and (self.cfg.orchestrator.buffer == "online-difficulty" or self.cfg.orchestrator.retire_after):
             mean = min(max(sum(rewards) / len(rewards), 0.0), 1.0)
             rate, flat = self.tasks.get(str(group.row), (mean, 0))
             self.tasks[str(group.row)] = [(rate + mean) / 2, flat + 1 if group.dropped.startswith("flat") else 0]

@@ -5,6 +5,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from configs.lib.batch import Batch
+
 
 def pack(lens, budget, ranks, hidden):
     """Sample lengths -> lists of indices of at most `budget` tokens; list i goes to rank i % ranks, some may be empty.
@@ -49,3 +51,12 @@ def collate(batch, indices, device):
         "age0_N": torch.tensor([s.get("age") == 0 for s in meta])[sample_N],
     }
     return {"lens": lens.tolist()} | {k: v.to(device, non_blocking=True) for k, v in micro.items()}
+
+
+def canary(vocab_size, longest):
+    """256 tokens, always the same, that trainer and servers both score after a sync -> ids [rows, length], batch."""
+    length, draw = min(256, longest), torch.Generator().manual_seed(0)
+    ids = torch.randint(vocab_size, (256 // length, length), generator=draw, dtype=torch.int32)
+    zero, lens = torch.zeros(ids.numel()), torch.full((len(ids),), length)
+    mask = (torch.arange(length) > 0).repeat(len(ids))
+    return ids, Batch(ids.flatten(), mask, zero, zero, zero, lens, [{}] * len(ids), {})

@@ -70,8 +70,8 @@ class XMLParser(Parser):
         found = {}
         for field in self.fields:
             for tag in field:
-                contents = re.findall(rf"<{tag}>\s*((?:(?!<{tag}>).)*?)\s*</{tag}>", text, re.DOTALL)
-                found[tag] = contents[-1 if last else 0] if contents else None
+                contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
+                found[tag] = contents[-1 if last else 0].strip() if contents else None
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion):
@@ -91,7 +91,9 @@ class XMLParser(Parser):
 
     def follows_format(self, text):
         """Half for the share of fields that occur exactly once, half for nothing but the fields, in order."""
-        once = sum(len(re.findall(f"<({'|'.join(f)})>.*?</\\1>", text, re.DOTALL)) == 1 for f in self.fields)
+        once = sum(
+            len(re.findall(f"<({'|'.join(f)})>(?:(?!<\\1>).)*?</\\1>", text, re.DOTALL)) == 1 for f in self.fields
+        )
         tags = [f"<(?P<t{i}>{'|'.join(f)})>(?:(?!</?(?P=t{i})>).)*</(?P=t{i})>" for i, f in enumerate(self.fields)]
         exact = re.fullmatch(r"\s*".join(tags), text.strip(), re.DOTALL) is not None
         return (once / len(self.fields) + (exact and once == len(self.fields))) / 2

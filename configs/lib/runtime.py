@@ -12,6 +12,7 @@ import time
 import tomllib
 import traceback
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +26,22 @@ class RunError(Exception):
         self.code = code
 
 
+class UserThreads(ThreadPoolExecutor):
+    """For blocking user code: nobody waits for a thread that never comes back."""
+
+    def shutdown(self, wait=True, *, cancel_futures=False):
+        super().shutdown(wait=False, cancel_futures=True)
+
+
 def run_role(role, main):
     """main(sys.argv[1:]) with the exit code of what it raises; the first to fail writes $ROLEMODEL_EXIT_FILE.
 
     torchrun answers 1 whatever its workers exit with, so the code has to travel by a file."""
     try:
-        return main(sys.argv[1:])
+        main(sys.argv[1:])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
     except BaseException as e:
         cause = e
         while isinstance(cause, BaseExceptionGroup):  # from asyncio.TaskGroup
