@@ -9,7 +9,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NAMES = """adam alma amir anna ben bela cara chen dan dora elsa emil fay finn gina goran hana hugo ida igor iris jack
 jana kai kira lars lena leo lucy mara max mia milo nina noah nora olga omar otto paul petra quin rosa ruth sam sara tara
 theo tim ugo ula vera viktor wanda will xenia yara yusuf zara zoe""".split()
-WARM_UP_STEPS = 260
+WARM_UP_STEPS = 235
 
 
 def rows(split, num, words=LETTERS, first=4, more=3, turns=2):

@@ -99,7 +99,7 @@ def progress(completion, answer, info):
             scores.append(0.0)
             names = {c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()}
             continue
-        wanted = missing.get(name := names.get(message["tool_call_id"]))
+        wanted = missing.get(name := names.get(message.get("tool_call_id")))
         if wanted and normal(wanted) in normal(message["content"]):
             scores[-1] += 1.0
             del missing[name]

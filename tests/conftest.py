@@ -208,6 +208,7 @@ max_seq_len = 64
 [orchestrator]
 batch_size = 16
 rollouts_per_example = 4
+max_error_share = 1.0
 [orchestrator.sampling]
 max_tokens = 6
 [trainer]

@@ -129,8 +129,13 @@ def test_random_mixes(block, policy, tokenizer, models, tmp_path, monkeypatch):
 def one_mix(seed, policy, models, path, monkeypatch):
     path.mkdir()
     env = '[env]\nid = "think_env"\n[inference.args]\nenable_auto_tool_choice = true'
-    (path / "run.toml").write_text(RUN_TOML.format(model=models["untied"], out=path, steps=2, env=env))
-    more = ["orchestrator.generation_timeout=0.3", "orchestrator.sampling.max_tokens=20", 'inference.urls=["http://x"]']
+    (path / "run.toml").write_text(RUN_TOML.format(model=models["untied"], out=path, steps=1, env=env))
+    more = [
+        f"orchestrator.max_error_share={seed % 3 / 2}",
+        "orchestrator.generation_timeout=0.3",
+        "orchestrator.sampling.max_tokens=20",
+        'inference.urls=["http://x"]',
+    ]
     cfg = load_config(path / "run.toml", [*more, "inference.allow_remote=true", f"seed={seed}"])
     chaos = Chaos(seed)
     monkeypatch.setattr(client_module.Client, "post", lambda self, *args: chaos.post(self, *args))

@@ -144,6 +144,13 @@ def test_bad_rewards_lose_their_rollouts_and_never_become_zero(run):
         assert not {(s["group"], s["rollout"]) for s in batch.samples} & {(r["group"], r["rollout"]) for r in failed}
 
 
+def test_too_many_lost_rollouts_end_the_run(run):
+    """A fifth is the limit: what is lost is not punished, and a policy would learn to lose."""
+    with pytest.raises(RunError, match=r"think_env's last \d+ rollouts too many were lost: {'ValueError': '2\d%'") as e:
+        run(9, '{ kind = "misbehaves" }', "orchestrator.max_error_share=0.4")
+    assert e.value.code == 4
+
+
 def test_slow_rollouts_are_cancelled_and_counted(run):
     fake = {"generate 2": "hang", "generate 6": "500", "generate 9": "logprobs"}
     started = time.monotonic()

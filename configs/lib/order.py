@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from collections import Counter, deque
 
 from configs.lib.runtime import RunError
 
@@ -14,6 +15,7 @@ class Order:
 
     def __init__(self, rows, cfg, ledger=None):
         self.rows, self.cfg, self.epochs, self.lost, self.surplus = rows, cfg, {}, 0, 0
+        self.recent = deque(maxlen=200)  # errors of the last rollouts, "" for none
         self.next, self.open, self.tasks = ledger.values() if ledger else (0, [], {})
         self.open, self.again = set(self.open), sorted(self.open)
 
@@ -55,9 +57,19 @@ class Order:
         surplus, self.surplus = self.surplus, 0
         return surplus
 
+    def count_errors(self, group):
+        """Raises RunError 4 where more than max_error_share of the last 200 rollouts (of 50 at least) were lost."""
+        self.recent.extend(r.error for r in group.rollouts)
+        lost, limit = Counter(filter(None, self.recent)), self.cfg.orchestrator.max_error_share
+        if len(self.recent) >= 50 and lost.total() > limit * len(self.recent):
+            shares = {name: f"{num / len(self.recent):.0%}" for name, num in lost.most_common()}
+            told = f"of the last {len(self.recent)} rollouts of {group.env} too many were lost: {shares}"
+            raise RunError(4, f"{told} (orchestrator.max_error_share = {limit}); the first of each kind is in the log")
+
     def settle(self, group):
         """A group is in a committed batch; its mean reward, within 0..1, moves the row's solve rate half way."""
         self.open.discard(group.index)
+        self.count_errors(group)
         rewards = [r.reward for r in group.rollouts if r.reward is not None]
         if rewards and (self.cfg.orchestrator.buffer == "online-difficulty" or self.cfg.orchestrator.retire_after):
             mean = min(max(sum(rewards) / len(rewards), 0.0), 1.0)
