@@ -124,6 +124,7 @@ def test_flat_groups_are_dropped_and_refilled_in_order(run):
 
 
 def test_always_flat_or_failing_ends_the_run(run, capsys):
+    orchestrator.print_once.cache_clear()
     with pytest.raises(RunError, match="flat at reward 1") as e:
         run(3, '{ kind = "constant" }')
     assert e.value.code == 4
@@ -278,7 +279,7 @@ def test_curriculum_goes_by_difficulty_and_step(make_cfg):
 
 
 def test_a_curriculum_of_difficulties_that_no_row_has_is_refused(run):
-    with pytest.raises(RunError, match=r"curriculum: \['esay'\] is no row's difficulty; there are \['None'\]") as e:
+    with pytest.raises(RunError, match=r"curriculum names \['esay'\]; the rows' difficulties are \['None'\]") as e:
         run(1, '{ kind = "noise" }', "orchestrator.curriculum={esay=[0, 10]}")
     assert e.value.code == 2
 

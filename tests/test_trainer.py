@@ -412,7 +412,8 @@ def test_learning_rate():
     ({"mask": [1] * 9}, "first token"), ({"logp": [0.0] * 8}, "columns"),
 ])  # fmt: skip
 def test_bad_batches_are_refused(change, message, tmp_path):
-    sample = {"tokens": [5] * 9, "mask": [0] + [1] * 8, "logp": [-1.0] * 9, "advantage": 1.0} | change
+    sample = {"tokens": [5] * 9, "mask": [0] + [1] * 8, "logp": [-1.0] * 9, "turns": [0] * 9, "advantage": 1.0}
+    sample |= change
     with pytest.raises(RunError, match=message) as e:
         batch_of(tmp_path, [sample])
     assert e.value.code == 4
@@ -543,9 +544,9 @@ def test_replay_recomputes_advantages(make_cfg, tmp_path):
     from configs.lib.batch import replace_advantages
 
     samples = make_samples(8)
-    samples.append(samples[-1] | {"tokens": [1, 2, 3], "mask": [0, 1, 1], "logp": [0.0, -1, -1]})  # a fork
-    batch = replace_advantages(
-        batch_of(tmp_path, samples, advantage="mean"), trainer.compute_advantages, "leave_one_out"
+    samples.append(samples[-1] | {"tokens": [1, 2, 3], "mask": [0, 1, 1], "logp": [0.0, -1, -1], "turns": [1] * 3})
+    batch = replace_advantages(  # the last is a fork
+        batch_of(tmp_path, samples, advantage="mean"), trainer.compute_advantages, "leave_one_out", 1.0
     )
     rewards = [s["reward"] for s in samples[4:8]]
     expected = samples[7]["reward"] - (sum(rewards) - samples[7]["reward"]) / 3

@@ -29,7 +29,7 @@ def servers(models, tmp_path_factory):
     tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     lora = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")
     found = {
-        "untied": VLLM(models["untied"], folder / "untied", "--trust-request-chat-template", *tools),
+        "untied": VLLM(models["tools"], folder / "untied", "--trust-request-chat-template", *tools),
         "tied": VLLM(models["tied"], folder / "tied"),
         "bf16": VLLM(models["untied"], folder / "bf16", *lora, dtype="bfloat16"),
     }
@@ -45,7 +45,7 @@ def connect(servers, make_cfg, models, tmp_path, monkeypatch):
 
     def go(name, *overrides):
         more = [f'inference.urls=["{servers[name].url}"]', "max_seq_len=256", "trainer.sync_timeout_s=90", *overrides]
-        cfg = make_cfg(*more, model=models["tied" if name == "tied" else "untied"])
+        cfg = make_cfg(*more, model=models[{"untied": "tools", "bf16": "untied"}.get(name, name)])
         policy = trainer.build_policy(cfg, CPU, 1)
         return cfg, policy, WeightSender(cfg, tmp_path, CPU)
 
