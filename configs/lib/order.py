@@ -16,8 +16,9 @@ class Order:
     def __init__(self, rows, cfg, ledger=None):
         self.rows, self.cfg, self.epochs, self.lost, self.surplus = rows, cfg, {}, 0, 0
         self.recent = deque(maxlen=200)  # errors of the last rollouts, "" for none
-        self.next, self.open, self.tasks = ledger.values() if ledger else (0, [], {})
-        self.open, self.again = set(self.open), sorted(self.open)
+        ledger = ledger or {"next": 0, "open": [], "tasks": {}}
+        self.next, self.open, self.tasks = ledger["next"], set(ledger["open"]), ledger["tasks"]
+        self.again = sorted(self.open)
 
     def ledger(self):
         return {"next": self.next, "open": sorted(self.open), "tasks": self.tasks}
