@@ -40,7 +40,6 @@ def play(env, row, *replies):
 
 @pytest.fixture
 def rg():
-    pytest.importorskip("reasoning_gym")
     import reasoning_gym_env
 
     return reasoning_gym_env
@@ -52,8 +51,6 @@ def rg():
 @pytest.mark.parametrize("name", ["wordle", "reasoning_gym", "judge_style"])
 def test_toy(name):
     """The TOML is valid, the warm-up fits it, speaks as the environment does, and knows nothing of the eval split."""
-    if name == "reasoning_gym":
-        pytest.importorskip("reasoning_gym")
     cfg = load_config(ROOT / "configs" / f"{name}.toml")
     env = load_environment(cfg.env[0].id, cfg.env[0].args, ROOT / "configs")
     task = sys.modules[cfg.env[0].id]
