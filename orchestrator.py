@@ -19,12 +19,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from configs.lib.batch import resume, save_batch
-from configs.lib.checkpoint import identity
 from configs.lib.client import Client
 from configs.lib.evaluate import check_environments, evaluate_when_due
 from configs.lib.metrics import rollout_metrics
 from configs.lib.order import Order, deal
-from configs.lib.runtime import RunError, UserThreads, arguments, run_directory, run_role
+from configs.lib.process import UserThreads, fault, run_role
+from configs.lib.runtime import RunError, arguments, identity, run_directory
 from env import Truncated, load_environment
 from trainer import compute_advantages
 
@@ -74,7 +74,8 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     """n completions of messages, or of text for base models -> [(message, prompt_ids, ids, logps, finish_reason,
     versions)]. version: the one to use where adapters can serve it. Raises Truncated where max_seq_len ends."""
     cfg, is_text = client.cfg, isinstance(prompt, str)
-    room = cfg.run.max_seq_len - len(client.tokenize(prompt, tools))
+    mine = client.tokenize(prompt, tools)
+    room = cfg.run.max_seq_len - len(mine)
     if room <= 0:
         raise Truncated
     s, live = cfg.sampling._asdict() | override, client.version
@@ -85,6 +86,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     body["model"] = f"{client.run_id}-v{live if version is None else version}" if cfg.sends_adapters else client.run_id
     chat = {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
     body |= {"prompt": prompt, "logprobs": 0} if is_text else chat | ({"tools": tools} if tools else {})
+    fault("gen", live)
     reply, choices = await client.post(server, "/completions" if is_text else "/chat/completions", body), []
     for c in sorted(reply["choices"], key=lambda c: c["index"]):
         logps = c["logprobs"]["token_logprobs"] if is_text else [x["logprob"] for x in c["logprobs"]["content"]]
@@ -92,6 +94,8 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
         if not is_text:  # what vLLM's parsers took out of the content belongs to the message, and to the next prompt
             message |= {k: v for k in ("tool_calls", "reasoning") if (v := c["message"].get(k))}
         prompt_ids = (c if is_text else reply)["prompt_token_ids"]
+        if n > 1 and prompt_ids != mine:  # a group's prompt, so nothing sampled is in it
+            client.refuse_tokens(mine, prompt_ids)
         choices.append((message, prompt_ids, c["token_ids"], logps, c["finish_reason"], [live, client.version]))
     return choices
 
@@ -208,7 +212,12 @@ async def fill(name, env, order, num, n, client, slots, cfg):
                 for index in set(jobs) - {group.index for group in done}:
                     order.put_back(index)
                 return done
-            await asyncio.wait([t for t in jobs.values() if not t.done()], return_when=asyncio.FIRST_COMPLETED)
+            open_jobs = [task for task in jobs.values() if not task.done()]
+            ended, _ = await asyncio.wait(open_jobs, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+            if not ended:
+                print(
+                    f"batch {n} waits: {len(useful)} of {num} groups of {name}, {len(open_jobs)} under way", flush=True
+                )
     finally:
         for task in jobs.values():
             task.cancel()

@@ -30,10 +30,11 @@ from torch.utils.checkpoint import checkpoint
 from configs.lib.attention import packed_attention
 from configs.lib.batch import load_batch, replace_advantages
 from configs.lib.broadcast import WeightSender
-from configs.lib.checkpoint import identity, latest_checkpoint, load_checkpoint, save_checkpoint, write_final
+from configs.lib.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_final
 from configs.lib.metrics import log_step, speed
 from configs.lib.pack import canary, collate, pack
-from configs.lib.runtime import RunError, arguments, cut_lines, run_directory, run_role, start_distributed
+from configs.lib.process import fault, run_role, start_distributed
+from configs.lib.runtime import RunError, arguments, cut_lines, identity, run_directory
 
 # --- model: LoRA, log-probabilities, FSDP2 ----------------------------------------------------------------------------
 
@@ -237,6 +238,7 @@ def publish(sender, policy, version, staleness, cfg, rank, device):
     with torch.no_grad():
         logp_N = policy(collate(batch, list(range(len(ids))), device))[0].tolist()
     policy.train()
+    fault("gather", version)
     weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     tensors = {name: w for name, w in weights if rank == 0}
     metrics = sender.send(version, tensors, ids.tolist(), logp_N, staleness) if rank == 0 else {}
@@ -282,7 +284,9 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
     for update in range(t.updates_per_batch):
         for micro in micros:
+            fault("fwd", step)
             logp_N, entropy_N = policy(micro)
+            fault("bwd", step)
             old_logp_N = micro["old_logp_N"]  # nan: text of unknown origin (--offline); its ratio is 1 at first
             micro["old_logp_N"] = torch.where(old_logp_N.isnan(), logp_N.detach(), old_logp_N)
             given = {k: micro.get(k) for k in ("old_logp_N", "adv_N", "mask_N", "sample_N", "ref_logp_N")}
@@ -305,6 +309,7 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
         optimizer.param_groups[0]["lr"] = lr
         is_finite = bool(grad_norm.isfinite())
         skipped += not is_finite
+        fault("opt", step)
         if is_finite:
             optimizer.step()
         optimizer.zero_grad()
@@ -319,7 +324,7 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
 def main(argv):
     cfg, replay = arguments(__doc__, argv)  # replay: the files of saved batches, or []
     t, run_dir = cfg.trainer, run_directory(cfg, f"-replay-{cfg.trainer.loss}" if replay else "")
-    rank, world, device = start_distributed()
+    rank, world, device = start_distributed(cfg)
     policy = build_policy(cfg, device, world)
     params = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(params, t.learning_rate, (0.9, t.adam_beta2), weight_decay=t.weight_decay, fused=True)
@@ -339,9 +344,11 @@ def main(argv):
         if replay and [t.advantage, t.gamma] != [info.get("advantage", t.advantage), info.get("gamma", t.gamma)]:
             batch = replace_advantages(batch, compute_advantages, t.advantage, t.gamma)
         metrics = info.get("metrics", {}) | train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
-        streak = streak + 1 if metrics["optim/skipped"] else 0
+        is_broken = metrics["optim/skipped"] or (not replay and metrics["policy/kl_sampler"] > 1)
+        streak = streak + 1 if is_broken else 0
         if streak == 3:
-            raise RunError(5, f"no finite gradient in steps {step - 2} to {step}, loss {metrics['loss']}")
+            what = "non-finite gradients, or KL(sampler || policy) above 1 nat"
+            raise RunError(5, f"{what}, in steps {step - 2} to {step}: {metrics}")
         step += 1
         if ref and t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
             torch._foreach_lerp_(ref, [local(p.detach()) for p in params], t.ref_sync_alpha)

@@ -24,7 +24,8 @@ import torch
 
 import orchestrator
 from configs.lib.batch import load_batch, save_batch
-from configs.lib.runtime import load_config, run_directory, start_distributed
+from configs.lib.process import start_distributed
+from configs.lib.runtime import load_config, run_directory
 
 torch.set_num_threads(1)
 TOKENS = ['<tool_call>\n{"name": "double", "arguments": {"a": ', "}}\n</tool_call>"]

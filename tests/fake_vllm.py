@@ -4,16 +4,23 @@ WeightReceiver that really joins the broadcast. Sampling is a function of prompt
 FAKE in the environment, or a POST to /fake, holds JSON:
     {"generate_s": 1.0,              seconds that every generation request takes
      "slow": [50, 10.0],             every 50th takes 10 s more
-     "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing
-     "sync 2": "raise"}              the second broadcast fails after its first tensor
+     "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
+                                     "exit": the server exits with 0; "silent": it answers none any more, but /health
+     "shift": 1,                     the server's ids of a prompt differ from the trainer's
+     "sync 2": "raise"}              the second broadcast fails after its first tensor; "hang": never begins;
+                                     "500": an answer, and no more
+Like vLLM's server it has an engine process; without it, it answers /health and nothing else, and it outlives kill -9.
 """
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import re
+import signal
 import sys
+import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,8 +82,18 @@ class Runner:
         return [None, *({str(t): {"logprob": log_p[i, t].item()}} for i, t in enumerate(ids[1:]))]
 
 
+def start_engine():
+    """-> its pid. It has nothing to do but to be there."""
+    if pid := os.fork():
+        return pid
+    ctypes.CDLL(None).prctl(15, b"VLLM::EngineCore", 0, 0, 0)  # PR_SET_NAME
+    while True:
+        time.sleep(3600)
+
+
 class Server(WeightReceiver):
-    def __init__(self, args):
+    def __init__(self, args, engine):
+        self.engine = engine
         dtype = getattr(torch, args.dtype)
         self.args, self.rank, self.device, self.model_runner = (
             args,
@@ -113,13 +130,28 @@ class Server(WeightReceiver):
         self.running.set()
         return web.json_response({})
 
+    async def stop(self, app):
+        os.kill(self.engine, signal.SIGKILL)
+
+    async def answers(self):
+        """Never returns without the engine."""
+        state = Path(f"/proc/{self.engine}/stat").read_text().rpartition(")")[2].split()[0]
+        await asyncio.sleep(3600 if state == "Z" or FAKE.get("silent") else 0)
+
     async def rpc(self, request):
         body = await request.json()
+        await self.answers()
+        if body["method"] == "receive_weights":
+            fault = FAKE.get(f"sync {self.model_runner.num_syncs + 1}")
+            await asyncio.sleep(3600 if fault == "hang" else 0)
+            if fault == "500":
+                return web.json_response({"error": "fault asked for: no weights today"}, status=500)
         result = await asyncio.to_thread(getattr(self, body["method"]), *body["args"])
         return web.json_response({"results": [result]})
 
     async def generate(self, request):
         body, is_chat = await request.json(), request.path.endswith("/chat/completions")
+        await self.answers()
         if "prompt_logprobs" in body:
             return web.json_response({"choices": [
                 {"index": i, "prompt_logprobs": self.model_runner.score(ids)} for i, ids in enumerate(body["prompt"])
@@ -130,6 +162,11 @@ class Server(WeightReceiver):
         fault = FAKE.get(f"generate {self.num_requests}")
         if fault == "500":
             return web.json_response({"error": "fault asked for"}, status=500)
+        if fault == "exit":
+            os._exit(0)
+        if fault == "silent":
+            FAKE["silent"] = True
+            await self.answers()
         every, seconds = FAKE.get("slow", (10**9, 0))
         slow = seconds if self.num_requests % every == 0 else 0
         await asyncio.sleep(3600 if fault == "hang" else FAKE.get("generate_s", 0) + slow)
@@ -163,6 +200,7 @@ class Server(WeightReceiver):
                 choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
             choices.append(choice)
         self.now -= 1
+        ids = [token + FAKE.get("shift", 0) for token in ids]
         return web.json_response({"choices": choices, "prompt_token_ids": ids})
 
 
@@ -186,9 +224,11 @@ def main():
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--enable-lora", action="store_true")
     args, _ = parser.parse_known_args()
+    engine = start_engine()
     torch.set_num_threads(1)
-    server = Server(args)
+    server = Server(args, engine)
     app = web.Application()
+    app.on_shutdown.append(server.stop)
     app.add_routes([web.get("/v1/models", server.models), web.get("/health", server.health)])
     posts = {"/pause": server.pause, "/resume": server.resume, "/collective_rpc": server.rpc, "/fake": server.fake}
     posts |= {"/v1/chat/completions": server.generate, "/v1/completions": server.generate}

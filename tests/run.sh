@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash tests/run.sh          sets up (.venv, like launch.sh) and runs every test but the learning runs
 # bash tests/run.sh --fast   without the real vLLM: at most 90 s on 2 cores
-# bash tests/run.sh --all    the learning runs too: 30 minutes more
+# bash tests/run.sh --all    the learning runs, the whole kill matrix and the soak too, one at a time: 90 minutes more
 set -eu
 cd "$(dirname "$0")/.."
 bash launch.sh --setup
@@ -12,4 +12,5 @@ if [ "${1:-}" = --fast ]; then
     shift
     exec "$PY" -m pytest -q tests -m "not real and not slow" "$@"
 fi
-exec "$PY" -m pytest -q tests "$@"
+case " $* " in *" --all "*) together=0 ;; *) together=2 ;; esac
+exec "$PY" -m pytest -q tests -n $together --dist loadgroup "$@"

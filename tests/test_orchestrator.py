@@ -73,7 +73,7 @@ def test_a_prompt_made_in_setup_state_is_what_is_sampled_from(run):
 
 def test_batches_of_another_configuration_are_refused(run):
     run(1, '{ kind = "noise" }')
-    with pytest.raises(RunError, match="was made with .*'seed': 0.*choose another run_name") as e:
+    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
         run(1, '{ kind = "noise" }', "seed=3")
     assert e.value.code == 2
 

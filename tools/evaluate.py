@@ -21,7 +21,8 @@ from configs.lib.batch import save_batch
 from configs.lib.checkpoint import identity
 from configs.lib.data import read_json_lines
 from configs.lib.metrics import eval_metrics, function_means
-from configs.lib.runtime import RunError, UserThreads, load_config, run_directory
+from configs.lib.process import UserThreads
+from configs.lib.runtime import RunError, load_config, run_directory
 from configs.lib.text import tokenize_conversation
 from env import load_environment
 from trainer import compute_advantages

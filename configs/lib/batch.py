@@ -2,6 +2,7 @@
 
 Flat columns, independent of ranks and packing; JSON metadata per sample and per batch. The trainer never tokenises."""
 
+import hashlib
 import json
 import os
 import time
@@ -9,10 +10,12 @@ from collections import namedtuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import load, save_file
 
-from configs.lib.checkpoint import identity, latest_checkpoint
-from configs.lib.runtime import RunError, cut_lines
+from configs.lib.checkpoint import latest_checkpoint, read_state
+from configs.lib.process import fault
+from configs.lib.runtime import RunError, cut_lines, difference, identity
 
 # tokens to turns: [T]; sample_lens: [S]; samples, info: metadata
 Batch = namedtuple("Batch", "tokens loss_mask old_logp advantages turns sample_lens samples info")
@@ -30,8 +33,17 @@ def save_batch(path, samples, info):
         "sample_lens": torch.tensor([len(s["tokens"]) for s in samples], dtype=torch.int32),
     }
     meta = [{k: v for k, v in s.items() if k not in ("tokens", "mask", "logp", "turns")} for s in samples]
-    save_file(data, tmp := path.with_suffix(".tmp"), {"samples": json.dumps(meta), "info": json.dumps(info)})
+    about = {"samples": json.dumps(meta), "info": json.dumps(info)}
+    save_file(data, tmp := path.with_suffix(".tmp"), about | {"sha256": digest(data, about)})
+    fault("batch_write", info["step"])
     os.replace(tmp, path)
+
+
+def digest(data, about):
+    whole = hashlib.sha256(about["samples"].encode() + about["info"].encode())
+    for name in sorted(data):
+        whole.update(data[name].numpy().tobytes())
+    return whole.hexdigest()
 
 
 def by_token(advantage, turns):
@@ -54,7 +66,13 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
         data = torch.frombuffer(bytearray(blob or size.item()), dtype=torch.uint8).to(device)
         dist.broadcast(data, 0)
         blob = data.cpu().numpy().tobytes()
-    meta, data = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"], load(blob)
+    try:
+        meta, data = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"], load(blob)
+        is_whole = meta.pop("sha256") == digest(data, meta)
+    except (ValueError, KeyError, SafetensorError):
+        is_whole = False
+    if not is_whole:
+        raise RunError(6, f"{path} is damaged: it is not what was written. Remove it and the batches after it")
     batch = Batch(**data, samples=json.loads(meta["samples"]), info=json.loads(meta["info"]))
     lens, sizes = batch.sample_lens, [len(x) for x in batch[:5]]
     if set(sizes) != {int(lens.sum())} or len(lens) != len(batch.samples):
@@ -63,9 +81,8 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
     on_first = batch.loss_mask[lens.cumsum(0) - lens].any()
     if not (old_logp + batch.advantages).isfinite().all() or on_first:
         raise RunError(4, f"{path}: old_logp or advantages not finite, or loss_mask on a sample's first token")
-    if expected and batch.info["run"] != expected[0]:
-        other = {key: value for key, value in batch.info["run"].items() if value != expected[0].get(key)}
-        raise RunError(2, f"{path} was made with {other}: choose another run_name, or remove {path.parent}")
+    if expected and (differs := difference(batch.info["run"], expected[0])):
+        raise RunError(2, f"{path} is of another configuration: {differs}. Choose another run_name, or remove it")
     oldest = max((s.get("age", 0) for s in batch.samples), default=0)
     if expected and (batch.info["step"] != expected[1] or oldest > batch.info["max_staleness"]):
         raise RunError(4, f"{path} holds batch {batch.info['step']}, {oldest} versions old")
@@ -89,7 +106,7 @@ def resume(run_dir, cfg):
     found, ledger = latest_checkpoint(run_dir), {}
     n = step = int(found.name[5:]) if found else 0
     if found:
-        ledger = json.loads((found / "state.json").read_text())["ledger"]
+        ledger = read_state(found)["ledger"]
     while (path := run_dir / "batches" / f"step_{n:06d}.safetensors").exists():
         ledger, n = load_batch(path, expected=(identity(cfg), n)).info["ledger"], n + 1
     cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)

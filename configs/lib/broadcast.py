@@ -19,7 +19,8 @@ import httpx
 import torch
 import torch.distributed as dist
 
-from configs.lib.checkpoint import write_adapter
+from configs.lib.checkpoint import refuse_non_finite, write_adapter
+from configs.lib.process import fault
 from configs.lib.runtime import RunError
 
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -86,6 +87,7 @@ class WeightSender:
         spec["adapter"] = [str(path / name), t._asdict(), self.cfg.run.model] if adapter else None
         if missing := sorted(self.names - set(tensors)):
             raise RunError(3, f"sync of version {version}: the trainer gathered no {missing[:3]}")
+        refuse_non_finite(tensors, f"sync of version {version}")
         self.names = set(tensors)
         hold = self.run_dir / "eval_hold"  # until when an evaluation wants the present weights
         while not adapter and hold.exists() and time.time() < float(hold.read_text() or 0):
@@ -94,6 +96,7 @@ class WeightSender:
             servers.post_all("/pause?mode=keep")
         replies = servers.rpc("receive_weights", [spec] * len(servers.urls))
         try:
+            fault("bcast", version)
             for names in buckets({k: v.nbytes for k, v in tensors.items()}):
                 flat = torch.cat([tensors[k].reshape(-1).view(torch.uint8) for k in names]).to(self.device)
                 self.group.broadcast(flat, 0).wait(timedelta(seconds=t.sync_timeout_s))

@@ -10,13 +10,15 @@ import torch.distributed.checkpoint.state_dict as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from configs.lib.runtime import RunError
+from configs.lib.process import fault
+from configs.lib.runtime import RunError, difference, identity
 
 
 def commit_directory(path, files, state):
     """files: {name: {key: tensor}} -> name.safetensors; state -> state.json; sha256 of each in manifest.json.
 
     All is written and synced under another name; one rename makes it exist. A committed directory is never changed."""
+    refuse_non_finite({f"{name}: {k}": v for name, tensors in files.items() for k, v in tensors.items()}, path)
     tmp = path.with_name(path.name + ".tmp")
     shutil.rmtree(tmp, ignore_errors=True)
     tmp.mkdir(parents=True)
@@ -24,21 +26,48 @@ def commit_directory(path, files, state):
         owner = {}  # tied tensors share memory, which safetensors refuses
         tensors = {k: v if owner.setdefault(v.data_ptr(), k) == k else v.clone() for k, v in tensors.items()}
         save_file({k: v.contiguous() for k, v in tensors.items()}, tmp / f"{name}.safetensors")
+        fault("ckpt_write", state["step"])
     (tmp / "state.json").write_text(json.dumps(state))
     (tmp / "manifest.json").write_text(json.dumps({file.name: sha256(file) for file in tmp.iterdir()}))
     for file in (*tmp.iterdir(), tmp):
-        fd = os.open(file, os.O_RDONLY)
-        os.fsync(fd)
-        os.close(fd)
+        sync(file)
+    fault("ckpt_before_rename", state["step"])
     os.rename(tmp, path)
+    sync(path.parent)
+    fault("ckpt_after_rename", state["step"])
+
+
+def sync(path):
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+def refuse_non_finite(tensors, what):
+    """Weights that are not finite are neither written nor sent: RunError 5."""
+    if bad := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+        raise RunError(5, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0]}")
 
 
 def read_directory(path):
     """-> files, state, as given to commit_directory. Raises RunError 6 for a file that is not as it was written."""
-    for name, digest in json.loads((path / "manifest.json").read_text()).items():
-        if not (path / name).is_file() or sha256(path / name) != digest:
-            raise RunError(6, f"{path / name} is damaged (its sha256 differs); remove {path} to resume before it")
-    return {f.stem: load_file(f) for f in path.glob("*.safetensors")}, json.loads((path / "state.json").read_text())
+    state = read_state(path, "")
+    return {f.stem: load_file(f) for f in path.glob("*.safetensors")}, state
+
+
+def read_state(path, only="state.json"):
+    """-> state.json, after its sha256, or with only="" that of every file, was compared with the manifest's."""
+    text = (path / "manifest.json").read_text(errors="replace") if (path / "manifest.json").is_file() else ""
+    try:
+        sums = dict(json.loads(text))
+    except ValueError:
+        sums = {"manifest.json": "not what it says"}
+    for name in [only] if only in sums else sums:
+        if not (path / name).is_file() or sha256(path / name) != sums[name]:
+            older = [p.name for p in sorted(path.parent.glob("step_??????")) if p.name < path.name]
+            then = f"then {older[-1]} is resumed from" if older else "then the run begins anew"
+            raise RunError(6, f"{path / name} is damaged: it is not what was written. Remove {path}, {then}")
+    return json.loads((path / "state.json").read_text())
 
 
 def sha256(path):
@@ -48,19 +77,6 @@ def sha256(path):
 
 def latest_checkpoint(run_dir):
     return max((run_dir / "checkpoints").glob("step_??????"), default=None)
-
-
-def identity(cfg):
-    """What must not change between a run and its resumption."""
-    t = cfg.trainer
-    lora = [t.lora_rank, t.lora_alpha, list(t.lora_target_modules)] if t.use_lora else None
-    return {
-        "run": cfg.run.run_name,
-        "model": cfg.run.model,
-        "seed": cfg.run.seed,
-        "lora": lora,
-        "env": [[e.name, e.id, e.args, e.ratio] for e in cfg.env],
-    }
 
 
 def options(**more):
@@ -86,7 +102,7 @@ def load_checkpoint(path, policy, ref, optimizer, cfg, rank):
     configuration differs in what the tensors depend on, 6 for damaged files."""
     files, state = read_directory(path) if rank == 0 else ({}, {})
     if rank == 0 and state["config"] != identity(cfg):
-        raise RunError(2, f"{path} belongs to another configuration: {state['config']}, now {identity(cfg)}")
+        raise RunError(2, f"{path} is of another configuration: {difference(state['config'], identity(cfg))}")
     adam = {}
     for key, tensor in files.get("adam", {}).items():
         name, _, kind = key.rpartition("/")

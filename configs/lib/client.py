@@ -1,6 +1,7 @@
 """The orchestrator's side of vLLM: OpenAI clients, the live version, the tokenizer that measures prompts."""
 
 import asyncio
+import faulthandler
 import json
 import os
 import time
@@ -8,6 +9,8 @@ import uuid
 from pathlib import Path
 
 from configs.lib.runtime import RunError
+
+LOOP_LAG = 10.0  # s without a turn of the event loop until its stack is printed
 
 
 class Client:
@@ -23,19 +26,30 @@ class Client:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
         if cfg.run.chat_template:
             self.tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-        self.seen = set()  # names of the errors that were printed
+        self.waiting, self.heard = 0, time.monotonic()  # requests under way, the last answer
         self.attempt = uuid.uuid4().hex[:8]  # a restarted trainer reaches a version again, with other weights
 
     async def follow(self, path, timeout_s):
-        """Keeps self.version at what the trainer declared live."""
-        since = time.monotonic()
+        """Keeps self.version at what the trainer declared live, and watches that trainer and servers go on."""
+        now = since = armed = time.monotonic()
+        startup, silence = self.cfg.inference.startup_timeout, 0.9 * self.cfg.orchestrator.generation_timeout
         while self.version < self.cfg.run.max_steps:
             version = int(path.read_text()) if path.exists() else -1
-            since = time.monotonic() if version != self.version else since
-            if time.monotonic() - since > timeout_s:
-                raise RunError(3, f"no version after {version} in {timeout_s:.0f} s (orchestrator.version_timeout)")
+            since = now if version != self.version else since
+            if now - since > timeout_s + (startup if version < 0 else 0):
+                what = f"the trainer made no version after {version} in {now - since:.0f} s"
+                raise RunError(3, f"{what} (orchestrator.version_timeout); its stacks are in logs/trainer.log")
+            self.heard = self.heard if self.waiting else now
+            if now - self.heard > silence:  # before the rollouts are given up one by one; /health may still be well
+                what = f"{self.waiting} requests wait and no server has answered any"
+                raise RunError(3, f"{what} for {silence:.0f} s (0.9 x orchestrator.generation_timeout)")
+            if now - armed > 1:  # the next stack trace names what blocks the event loop: an async function that waits
+                faulthandler.dump_traceback_later(LOOP_LAG, exit=False)
+                armed = now
             self.version = version
             await asyncio.sleep(0.02)
+            now = time.monotonic()
+        faulthandler.cancel_dump_traceback_later()
 
     async def until(self, version):
         while self.version < version:
@@ -55,9 +69,21 @@ class Client:
             prompt, tools=tools, add_generation_prompt=True, return_dict=False, **more
         )
 
+    def refuse_tokens(self, mine, theirs):
+        at = next((i for i, (a, b) in enumerate(zip(mine, theirs)) if a != b), min(len(mine), len(theirs)))
+        here, there = (self.tokenizer.decode(ids[at : at + 8]) for ids in (mine, theirs))
+        where = f"from token {at} on trainer and server read a prompt differently: {here!r}, {there!r}"
+        raise RunError(2, f"{where}. Give both the same model, tokenizer and chat_template")
+
     async def post(self, server, path, body):
         """-> the reply as a dict; a group keeps its number, so it stays on one server and its prefix cache."""
-        return await self.clients[server % len(self.clients)].post(path, cast_to=object, body=body)
+        self.waiting += 1
+        try:
+            reply = await self.clients[server % len(self.clients)].post(path, cast_to=object, body=body)
+            self.heard = time.monotonic()
+            return reply
+        finally:
+            self.waiting -= 1
 
 
 def as_template_sees(message):

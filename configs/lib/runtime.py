@@ -1,19 +1,12 @@
-"""What every role needs and is not the loop: the configuration, errors with exit codes, the way out of a process."""
+"""The configuration, its errors, and the run directory that it names."""
 
 import argparse
 import difflib
-import errno
 import importlib.util
 import json
 import os
-import shlex
-import sys
-import time
 import tomllib
-import traceback
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,46 +17,6 @@ class RunError(Exception):
     def __init__(self, code, cause):
         super().__init__(cause)
         self.code = code
-
-
-class UserThreads(ThreadPoolExecutor):
-    """For blocking user code: nobody waits for a thread that never comes back."""
-
-    def shutdown(self, wait=True, *, cancel_futures=False):
-        super().shutdown(wait=False, cancel_futures=True)
-
-
-def run_role(role, main):
-    """main(sys.argv[1:]) with the exit code of what it raises; the first to fail writes $ROLEMODEL_EXIT_FILE.
-
-    torchrun answers 1 whatever its workers exit with, so the code has to travel by a file."""
-    try:
-        main(sys.argv[1:])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-    except BaseException as e:
-        cause = e
-        while isinstance(cause, BaseExceptionGroup):  # from asyncio.TaskGroup
-            cause = cause.exceptions[0]
-        if isinstance(cause, SystemExit):
-            raise
-        is_storage = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-        code = 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "code", 6 if is_storage else 3)
-        if not isinstance(cause, RunError):
-            traceback.print_exception(cause)
-        text, rank = (
-            f"{cause}" if isinstance(cause, RunError) else f"{type(cause).__name__}: {cause}",
-            os.environ.get("RANK", "0"),
-        )
-        try:
-            with open(os.environ.get("ROLEMODEL_EXIT_FILE", os.devnull), "x") as f:
-                json.dump({"role": role, "rank": int(rank), "code": code, "cause": text, "time": time.time()}, f)
-        except FileExistsError:
-            pass  # another role failed before
-        print(f"[{role}] exit {code}: {text}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process
 
 
 def arguments(doc, argv):
@@ -249,21 +202,6 @@ def is_period(value):
     return isinstance(value, list) and [type(x) for x in value] == [int, int] and 0 <= value[0] < value[1]
 
 
-def start_distributed():
-    """torchrun's variables, or one rank without it -> rank, number of ranks, device."""
-    import torch
-    import torch.distributed as dist
-
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(alone if "RANK" not in os.environ else {})
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(hours=2))
-    return dist.get_rank(), dist.get_world_size(), device
-
-
 def run_directory(cfg, suffix=""):
     path = Path(cfg.run.output_dir) / (cfg.run.run_name + suffix.replace(":", "."))
     for part in ("batches", "checkpoints", "logs"):
@@ -271,62 +209,30 @@ def run_directory(cfg, suffix=""):
     return path
 
 
+def identity(cfg):
+    """What must not change between a run and its resumption."""
+    t = cfg.trainer
+    lora = [t.lora_rank, t.lora_alpha, list(t.lora_target_modules)] if t.use_lora else None
+    env = [[e.name, e.id, e.args, e.ratio] for e in cfg.env]
+    return {"run": cfg.run.run_name, "model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": env}
+
+
+def difference(old, new):
+    """Of two identities -> text, or ""."""
+    return "; ".join(f"{key} was {old.get(key)!r}, now {new[key]!r}" for key in new if old.get(key) != new[key])
+
+
+def read_lines(path):
+    """A JSONL file -> its lines as text; what a killed process left of a last one is no line."""
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return text[: text.rfind("\n") + 1].splitlines()
+
+
 def cut_lines(path, keep, rank=0):
     """Drops lines of a JSONL file that a resumed run will write again."""
     if rank:
         return
-    lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and keep(json.loads(line))]
+    kept = [line for line in read_lines(path) if keep(json.loads(line))]
     tmp = path.with_suffix(".tmp")
     tmp.write_text("".join(line + "\n" for line in kept))
     os.replace(tmp, path)
-
-
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
-
-
-def for_launch(argv):
-    """Prints what launch.sh needs as shell assignments and writes the resolved config.toml."""
-    q = shlex.quote
-    if argv[0] == "--exit":
-        first = json.loads(Path(argv[1]).read_text())
-        print(f"name={q(first['role'])} code={first['code']} cause={q(first['cause'])}")
-        return
-    cfg = load_config(argv[0], argv[1:])
-    run, t, inf, run_dir = cfg.run, cfg.trainer, cfg.inference, run_directory(cfg)
-    text = ""
-    for table, header in {"run": "", "orchestrator": "orchestrator", "sampling": "orchestrator.sampling"}.items():
-        text += toml_table(header, getattr(cfg, table))
-    text += "".join(toml_table("[env]", table) for table in cfg.env)
-    for table in ("inference", "trainer", "eval", "checkpoint"):
-        text += toml_table(table, getattr(cfg, table))
-    (run_dir / "config.toml.new").write_text(text)  # launch.sh renames it once the run is its own
-    flags = []
-    for key, value in inf.args.items():  # vLLM's flags: true is --flag, false --no-flag
-        flag = key.replace("_", "-")
-        flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[t.dtype]
-    lora = int(cfg.sends_adapters)
-    plain = {"MODEL": run.model, "PREPARE": run.prepare, "RUN_DIR": run_dir, "DTYPE": dtype, "MAX_LEN": run.max_seq_len}
-    plain |= {"SEED": run.seed, "TEMPLATE": run.chat_template, "INF_GPUS": inf.gpus, "TRAIN_GPUS": t.gpus, "LORA": lora}
-    plain |= {"TP": inf.args.get("tensor_parallel_size", 1), "PORT": inf.port, "STEPS": run.max_steps}
-    plain |= {"STALENESS": cfg.orchestrator.max_staleness}
-    plain["RANK_LORA"] = min(r for r in VLLM_LORA_RANKS if r >= t.lora_rank) if lora else 0
-    print("\n".join(f"{k}={q(str(v))}" for k, v in plain.items()))
-    print(f"URLS=({' '.join(map(q, inf.urls))})\nARGS=({' '.join(map(q, flags))})")
-
-
-def toml_table(header, table):
-    def value(v):
-        return (
-            f"{{ {', '.join(f'{json.dumps(k)} = {value(x)}' for k, x in v.items())} }}"
-            if type(v) is dict
-            else json.dumps(v)
-        )
-
-    lines = [f"{k} = {value(v)}\n" for k, v in table._asdict().items()]
-    return (f"\n[{header}]\n" if header else "") + "".join(lines)
-
-
-if __name__ == "__main__":
-    run_role("config", for_launch)

@@ -1,0 +1,438 @@
+"""The six promises of the README: processes killed at exact points, hung, out of disk; and the same command again."""
+
+import ast
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, free_port, lines, write_run
+from safetensors.torch import load_file
+
+from configs.lib.batch import load_batch
+
+pytestmark = pytest.mark.xdist_group("crash")  # one process: the undisturbed run is made once
+STEPS = 4
+ONE_TURN = "{ num_turns = 1 }"
+OVERRIDES = (
+    f"max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "trainer.gpus=2", "orchestrator.max_staleness=0",
+)  # fmt: skip
+COMMIT = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def some(cases, num):
+    """All with --all; `num` of them else, chosen by the commit."""
+    chosen = set(map(str, random.Random(COMMIT).sample(list(cases), num)))
+    return [case if str(case) in chosen else pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
+class Run:
+    """launch.sh with the fake server (or the real vLLM) in a process group of its own."""
+
+    def __init__(self, path, model, *overrides, real=False, env=ONE_TURN, steps=STEPS, prefix=(), port=0, **variables):
+        self.dir, self.port, self.scratch = path / "run", port or free_port(), path / "tmp"
+        self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
+        toml = write_run(path, model, steps, env) if not (path / "run.toml").exists() else path / "run.toml"
+        server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
+        path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides, f"inference.port={self.port}"]
+        env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
+        self.scratch.mkdir(exist_ok=True)
+        with open(self.log, "w") as out:
+            self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+
+    def text(self, name=""):
+        file = self.dir / "logs" / f"{name}.log" if name else self.log
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def wait_for(self, found, timeout_s=90):
+        """Until found() is true -> what it gave."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := found()):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text() + self.text("trainer")
+            time.sleep(0.05)
+        return value
+
+    def fault(self, timeout_s=90):
+        self.wait_for(lambda: "[fault]" in self.text("trainer") + self.text("orchestrator"), timeout_s)
+
+    def processes(self):
+        """{role: pid} of what carries the run's tag."""
+        tag, found = (self.dir / ".lock").read_text().split()[1], {"launch.sh": self.process.pid}
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                environ, command = (place / "environ").read_bytes(), (place / "cmdline").read_bytes().decode()
+                name = (place / "comm").read_text()
+            except OSError:
+                continue
+            if f"ROLEMODEL_TAG={tag}".encode() not in environ.split(b"\0"):
+                continue
+            pid = int(place.name)
+            if name.startswith("VLLM::"):
+                found["engine"] = pid
+            elif "torch.distributed.run" in command:
+                found["agent"] = pid
+            elif "trainer.py" in command and (rank := re.search(rb"\0RANK=(\d)", environ)):
+                found[f"rank{int(rank[1])}"] = pid
+            elif "orchestrator.py" in command:
+                found["orchestrator"] = pid
+            elif "fake_vllm" in command or "api_server" in command:
+                found["server"] = pid
+        return found
+
+    def kill(self, role, signal_number=signal.SIGKILL):
+        """-> when."""
+        pid = self.wait_for(lambda: self.processes().get(role))
+        os.kill(pid, signal_number)
+        return time.monotonic()
+
+    def end(self, code, timeout_s=120):
+        """Waits for the end -> the last line on standard error."""
+        assert self.process.wait(timeout_s) == code, (
+            f"{self.process.returncode}\n{self.text()}{self.text('trainer')[-3000:]}"
+        )
+        return self.text().strip().splitlines()[-1]
+
+    def assert_clean(self, within_s=15):
+        """No process, port or temporary file of the run is left."""
+        deadline = time.monotonic() + within_s
+        while left := self.left():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
+
+    def left(self):
+        processes = {role: pid for role, pid in self.processes().items() if role != "launch.sh"}
+        files = [*self.dir.rglob("*.tmp"), *self.dir.rglob("*.reserve"), *self.scratch.iterdir()]
+        with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            busy = s.connect_ex(("127.0.0.1", self.port)) == 0
+        return [x for x in (processes, files, busy and self.port) if x]
+
+
+def committed(run_dir):
+    """[(step, environment, index, row)] of all groups in rollouts.jsonl, which holds committed batches alone."""
+    found = {(x["step"], x["env"], x["group"], x["example"]): x["dropped"] for x in lines(run_dir / "rollouts.jsonl")}
+    return sorted(found)
+
+
+def assert_history(run_dir, steps):
+    """Every index up to the last was issued once in the committed history, and is trained or dropped with a reason."""
+    history = committed(run_dir)
+    last = load_batch(run_dir / "batches" / f"step_{steps - 1:06d}.safetensors")
+    for name, ledger in last.info["ledger"].items():
+        indices = sorted(index for _, env, index, _ in history if env == name)
+        assert sorted(indices + ledger["open"]) == list(range(ledger["next"])), (indices, ledger)
+    trained, dropped = set(), {}
+    for path in sorted((run_dir / "batches").glob("*.safetensors")):
+        batch = load_batch(path)
+        trained |= {(s["env"], s["group"]) for s in batch.samples}
+        dropped |= batch.info["dropped"]
+    assert all((env, index) in trained or dropped[f"{env}:{index}"] for _, env, index, _ in history)
+    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == list(range(steps))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(models, tmp_path_factory):
+    """The run directory of the same run without a fault."""
+    path = tmp_path_factory.mktemp("undisturbed")
+    run = Run(path, models["untied"], *OVERRIDES)
+    run.end(0)
+    run.assert_clean()
+    assert_history(run.dir, STEPS)
+    return run.dir
+
+
+def assert_resumes(path, model, undisturbed, *overrides):
+    """The same command again: the end, the data and, bit for bit, the parameters of the undisturbed run."""
+    run = Run(path, model, *OVERRIDES, *overrides)
+    run.end(0)
+    run.assert_clean()
+    assert_history(run.dir, STEPS)
+    assert committed(run.dir) == committed(undisturbed)
+    mine, theirs = (load_file(d / "final" / "model.safetensors") for d in (run.dir, undisturbed))
+    assert all(mine[key].equal(theirs[key]) for key in theirs)
+
+
+# --- 1, 3, 5: kill anything, anywhere, and the same command carries on -----------------------------------------------
+
+PHASES = {
+    "startup": "start_trainer:sleep:60@0,0", "gen": "gen:sleep:60@0,2", "fwd": "fwd:sleep:60@0,3",
+    "bcast": "bcast:sleep:60@0,3", "ckpt": "ckpt_before_rename:sleep:60@0,4",
+}  # fmt: skip
+ROLES = ("server", "engine", "orchestrator", "rank0", "rank1", "agent", "launch.sh")
+NAMES = {"server": "inference", "engine": "inference", "rank0": "trainer", "rank1": "trainer", "agent": "trainer"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", some(list(itertools.product(ROLES, PHASES)), 4))
+def test_kill_matrix(cell, models, undisturbed, tmp_path):
+    role, phase = cell
+    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=PHASES[phase])
+    run.fault()
+    killed = run.kill(role)
+    if role == "launch.sh":
+        run.end(-signal.SIGKILL)
+    else:
+        last = run.end(3)
+        name = NAMES.get(role, role)
+        assert re.match(rf"\[launch\] role={name} pid=\d+( \(rank \d\))? exit=3 .+ log=.*/{name}.log$", last), last
+    assert time.monotonic() - killed < 30
+    run.assert_clean()
+    assert_resumes(tmp_path, models["untied"], undisturbed)
+
+
+POINTS = ("ckpt_write", "ckpt_before_rename", "ckpt_after_rename")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", some(POINTS, 0))
+def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, models, undisturbed, tmp_path):
+    """Twice at the same step: the second save meets what the first one left."""
+    for _ in range(2):
+        run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=f"{point}:kill9@0,2")
+        names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("*"))
+        if point == "ckpt_after_rename" and names:
+            break
+        run.end(3)
+        run.assert_clean()
+    if point == "ckpt_after_rename":
+        run.end(0)
+    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == {POINTS[2]: ["step_000002", "step_000004"]}.get(point, [])
+    if point != "ckpt_after_rename":
+        assert_resumes(tmp_path, models["untied"], undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_launcher_restarts_while_it_gets_further(models, undisturbed, tmp_path):
+    """A fault at a step that is passed once, since the batch is then committed; then one that never is."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES, MAX_RESTARTS="3", FAULT="gen:kill9@0,2")
+    last = run.end(3)
+    assert "restart after version 2, 2 left" in run.text() and run.text().count("restart after") == 1, run.text()
+    assert "role=orchestrator" in last
+    run.assert_clean()
+    assert_resumes(tmp_path, models["untied"], undisturbed)
+
+
+# --- 1, 2: every wait ends -------------------------------------------------------------------------------------------
+
+SHORT = (
+    "trainer.batch_timeout_s=5", "trainer.sync_timeout_s=5", "orchestrator.version_timeout=9",
+    "orchestrator.generation_timeout=5", "inference.startup_timeout=30", "eval.hold_s=1",
+)  # fmt: skip
+HANGS = ["fwd@1,2", "bwd@0,2", "opt@1,2", "gather@1,2", "bcast@0,2", "ckpt_write@0,2", "ckpt_after_rename@0,2"]
+HANGS += ["gen@0,2", "batch_write@0,2", "start_orchestrator@0,0", "start_trainer@1,0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", some(HANGS, 1))
+def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
+    point, where = at.split("@")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, FAULT=f"{point}:stop@{where}")
+    run.fault()
+    stopped = time.monotonic()
+    last = run.end(3)
+    limit = 20 if not point.startswith("start") else 60  # startup_timeout counts there
+    assert time.monotonic() - stopped < limit
+    assert re.search(r"in \d+ s|after \d+ s|for \d+ s|[Tt]imed out|version \d|closed", last), last
+    log = "orchestrator" if point in ("gen", "batch_write", "start_orchestrator") else "trainer"
+    dumps = re.findall(r'Fatal Python error: Aborted\n\n.*?hread 0x(?:.|\n)*?File "', run.text(log))
+    assert dumps and ("in fault" in run.text(log)), run.text(log)[-3000:]
+    run.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", some([
+    ({"generate 6": "exit"}, "role=inference .*ended with status 0 before the run was done"),
+    ({"generate 6": "silent"}, r"no server has answered any for \d+ s|answered \d+|timed out"),
+    ({"sync 2": "raise"}, "fault asked for: sync raises after its first tensor"),
+    ({"sync 2": "hang"}, "broadcast of version 1|timed out"),
+    ({"sync 2": "500"}, "no weights today"),
+], 2))  # fmt: skip
+def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
+    fault, cause = case
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, "trainer.gpus=1", FAKE=json.dumps(fault))
+    last = run.end(3)
+    assert re.search(cause, last), last
+    assert len(run.text()) < 20000
+    run.assert_clean()
+
+
+def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
+    from configs.lib.runtime import RunError
+
+    with pytest.raises(RunError, match="from token 0 on trainer and server read a prompt differently") as e:
+        run(1, ONE_TURN, fake={"shift": 1})
+    assert e.value.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", some(["at once", "at work", "twice", "TERM", "group"], 2))
+def test_signals_end_the_run_in_order(when, models, tmp_path):
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", "trainer.gpus=1")
+    if when == "at once":
+        run.wait_for(lambda: (run.dir / ".lock").exists() and (run.dir / ".lock").read_text().endswith("\n"))
+        time.sleep(0.3)
+    else:
+        run.wait_for(lambda: "step     2" in run.text())
+    began = time.monotonic()
+    number = signal.SIGTERM if when == "TERM" else signal.SIGINT
+    (os.killpg if when == "group" else os.kill)(run.process.pid, number)
+    if when == "twice":
+        time.sleep(0.2)
+        os.kill(run.process.pid, number)
+    last = run.end(143 if when == "TERM" else 130)
+    assert time.monotonic() - began < (3 if when == "twice" else 30)
+    assert when == "twice" or "exit=" in last
+    run.assert_clean()
+
+
+# --- 3, 6: storage and the run directory -----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, tmp_path):
+    """On a real file system of a few MB: three checkpoints do not fit."""
+    small = tmp_path / "run"
+    small.mkdir()
+    mount = (
+        f'mount -t tmpfs -o size=3m none {small}; "$@"; code=$?; sleep 2; cp -r {small} {tmp_path / "kept"}; exit $code'
+    )
+    prefix = ["unshare", "-rm", "sh", "-c", mount, "sh"]
+    if subprocess.run([*prefix[:-2], "true"], capture_output=True).returncode:
+        pytest.fail("unshare -rm does not work here, so no small file system can be mounted")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", "trainer.gpus=1", prefix=prefix)
+    last = run.end(6)
+    assert re.search(r"exit=6 .*(No space left|os error 28).*; [\d,]+ bytes are free in .*/run", last), last
+    kept = sorted((tmp_path / "kept" / "checkpoints").glob("step_??????"))
+    from configs.lib.checkpoint import read_directory
+
+    assert kept and read_directory(kept[-1])[1]["step"] == int(kept[-1].name[5:])
+    assert not list((tmp_path / "kept").rglob("*.tmp"))
+
+
+def finished(path, undisturbed):
+    """A copy of the undisturbed run that has steps to do."""
+    shutil.copytree(undisturbed, path / "run")
+    (path / "run" / "done").unlink()
+    return path / "run"
+
+
+FILES = {name: f"checkpoints/step_000002/{name}" for name in ("policy.safetensors", "state.json", "manifest.json")}
+FILES["batch"] = "batches/step_000002.safetensors"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", some([*itertools.product(FILES, ("flip", "cut", "remove"))][:-1], 2))
+def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undisturbed, tmp_path):
+    """Never one checkpoint silently for another. (A batch that is not there is simply made.)"""
+    name, damage = case
+    run_dir = finished(tmp_path, undisturbed)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
+    path = run_dir / FILES[name]
+    blob = bytearray(path.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    path.unlink()
+    if damage != "remove":
+        path.write_bytes(blob if damage == "flip" else blob[:-7])
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.gpus=1")
+    last = run.end(6)
+    assert str(path.parent if name == "manifest.json" else path) in last and "is damaged" in last and "Remove" in last
+    run.assert_clean()
+
+
+@pytest.mark.slow
+def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
+    run_dir = finished(tmp_path, undisturbed)
+    other = Run(tmp_path, models["untied"], *OVERRIDES, "seed=5")
+    assert "seed was 0, now 5" in other.end(2) and "another run_name" in other.text()
+    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", "trainer.gpus=1", FAULT="gen:sleep:60")
+    first.fault()
+    second = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000")
+    began = time.monotonic()
+    assert "belongs to a run under way" in second.end(2) and time.monotonic() - began < 10
+    first.kill("launch.sh", signal.SIGTERM)
+    first.end(143)
+    first.assert_clean()
+    # a learning rate may change, and a run that has its steps is complete
+    (run_dir / "done").write_text(str(STEPS))
+    began = time.monotonic()
+    again = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.learning_rate=1e-4")
+    assert "already complete" in again.end(0) and time.monotonic() - began < 10
+    again.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["bound", "foreign"])
+def test_a_port_in_use_is_refused(how, models, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        if how == "foreign":
+            s.listen()
+        run = Run(tmp_path, models["untied"], *OVERRIDES, port=s.getsockname()[1])
+        run.end(2)
+    assert f"port {run.port} is in use: set inference.port" in run.text()
+
+
+# --- 6: local, no pickle ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_listener_is_on_the_loopback(models, tmp_path):
+    """But torchrun's own store, which PyTorch opens on every address."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT="fwd:sleep:20@0,1")
+    run.fault()
+    processes = run.processes()
+    sockets = {}
+    for role, pid in processes.items():
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if found := re.match(r"socket:\[(\d+)\]", os.readlink(fd)):
+                    sockets[found[1]] = role
+            except OSError:
+                pass
+    listening = []
+    for family in ("tcp", "tcp6"):
+        for row in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = row.split()
+            if state == "0A" and rest[5] in sockets:
+                listening.append((sockets[rest[5]], local.split(":")[0]))
+    loopback = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
+    assert {role for role, _ in listening} >= {"server", "rank0"}
+    assert {role for role, address in listening if address not in loopback} <= {"agent"}, listening
+    run.kill("launch.sh", signal.SIGTERM)
+    run.end(143)
+    run.assert_clean()
+
+
+OURS = [*ROOT.glob("*.py"), *(ROOT / "configs").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+
+
+def test_no_pickle_and_no_shell():
+    for path in OURS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                names = [a.name for a in node.names] + [getattr(node, "module", None) or ""]
+                assert not {"pickle", "marshal", "shelve", "dill"} & {n.split(".")[0] for n in names}, path
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", "")
+                assert name not in ("eval", "exec"), (path, node.lineno)
+                attribute = ast.unparse(node.func)
+                assert attribute not in ("torch.load", "torch.save", "os.system", "np.load"), (path, node.lineno)
+                for keyword in node.keywords:
+                    value = getattr(keyword.value, "value", None)
+                    assert (keyword.arg, value) not in (
+                        ("shell", True),
+                        ("trust_remote_code", True),
+                        ("weights_only", False),
+                    )
