@@ -128,8 +128,9 @@ if [ -n "$PREPARE" ] && [ ! -d "$MODEL" ]; then
 fi
 [ -n "${local_model:-}" ] && export HF_HUB_OFFLINE=1
 
+mapfile -t ports < <(seq "$PORT" $((PORT + INF_GPUS / TP - 1)))
+STORE_PORT=$("$PY" configs/lib/for_launch.py --port "${ports[@]}") || finish 2 "[launch] role=inference exit=2 a port is in use"
 if [ ${#URLS[@]} -eq 0 ]; then
-    MASTER_PORT=$("$PY" configs/lib/for_launch.py --port $(seq "$PORT" $((PORT + INF_GPUS / TP - 1)))) || finish 2 "[launch] role=inference exit=2 a port is in use: set inference.port"
     for ((i = 0; i < INF_GPUS / TP; i++)); do
         port=$((PORT + i))
         URLS+=("http://127.0.0.1:$port")
@@ -151,7 +152,7 @@ if [ "$GPUS" -gt 0 ]; then
 fi
 threads=$((CORES / 2 / TRAIN_GPUS)); [ $threads -gt 0 ] || threads=1
 start trainer "$LOGS/trainer.log" env OMP_NUM_THREADS="${TRAINER_THREADS:-$threads}" "$PY" -m torch.distributed.run \
-    --nproc-per-node "$TRAIN_GPUS" --master-addr 127.0.0.1 --master-port "${MASTER_PORT:-$("$PY" configs/lib/for_launch.py --port)}" \
+    --nproc-per-node "$TRAIN_GPUS" --master-addr 127.0.0.1 --master-port "$STORE_PORT" \
     trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
 
 # --- watch: any end before the run is done is a failure, whatever the exit code -----------------------------------------

@@ -347,8 +347,8 @@ def main(argv):
         is_broken = metrics["optim/skipped"] or (not replay and metrics["policy/kl_sampler"] > 1)
         streak = streak + 1 if is_broken else 0
         if streak == 3:
-            what = "non-finite gradients, or KL(sampler || policy) above 1 nat"
-            raise RunError(5, f"{what}, in steps {step - 2} to {step}: {metrics}")
+            what = f"loss {metrics['loss']}, KL(sampler || policy) {metrics['policy/kl_sampler']} nats"
+            raise RunError(5, f"no finite gradient, or a KL above 1, in steps {step - 2} to {step}: at last {what}")
         step += 1
         if ref and t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
             torch._foreach_lerp_(ref, [local(p.detach()) for p in params], t.ref_sync_alpha)

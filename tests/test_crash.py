@@ -100,7 +100,7 @@ class Run:
         assert self.process.wait(timeout_s) == code, (
             f"{self.process.returncode}\n{self.text()}{self.text('trainer')[-3000:]}"
         )
-        return self.text().strip().splitlines()[-1]
+        return (self.text().strip().splitlines() or [""])[-1]
 
     def assert_clean(self, within_s=15):
         """No process, port or temporary file of the run is left."""
@@ -166,7 +166,7 @@ def assert_resumes(path, model, undisturbed, *overrides):
 
 PHASES = {
     "startup": "start_trainer:sleep:60@0,0", "gen": "gen:sleep:60@0,2", "fwd": "fwd:sleep:60@0,3",
-    "bcast": "bcast:sleep:60@0,3", "ckpt": "ckpt_before_rename:sleep:60@0,4",
+    "bcast": "bcast:sleep:60@0,3", "ckpt": "ckpt_before_rename:sleep:60@0,2",
 }  # fmt: skip
 ROLES = ("server", "engine", "orchestrator", "rank0", "rank1", "agent", "launch.sh")
 NAMES = {"server": "inference", "engine": "inference", "rank0": "trainer", "rank1": "trainer", "agent": "trainer"}

@@ -380,7 +380,10 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, batches, tm
     done = run_trainer(
         tmp_path / "test.toml", "--replay", batches(3), "trainer.loss=test_trainer:nan_loss", check=False
     )
-    assert done.returncode == 5 and "no finite gradient in steps 0 to 2" in done.stderr.splitlines()[-1]
+    assert (
+        done.returncode == 5
+        and "no finite gradient, or a KL above 1, in steps 0 to 2: at last loss nan" in done.stderr.splitlines()[-1]
+    )
 
 
 def nan_loss(logp_N, **_):

@@ -35,7 +35,7 @@ def save_batch(path, samples, info):
     meta = [{k: v for k, v in s.items() if k not in ("tokens", "mask", "logp", "turns")} for s in samples]
     about = {"samples": json.dumps(meta), "info": json.dumps(info)}
     save_file(data, tmp := path.with_suffix(".tmp"), about | {"sha256": digest(data, about)})
-    fault("batch_write", info["step"])
+    fault("batch_write", info.get("step", 0))
     os.replace(tmp, path)
 
 
