@@ -6,6 +6,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
      "slow": [50, 10.0],             every 50th takes 10 s more
      "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
+     "bias": 5.0,                    the logprobs of what was sampled are too low by this
      "shift": 1,                     the server's ids of a prompt differ from the trainer's
      "sync 2": "raise"}              the second broadcast fails after its first tensor; "hang": never begins;
                                      "500": an answer, and no more
@@ -188,6 +189,7 @@ class Server(WeightReceiver):
         for i, (tokens, logps) in enumerate(outs):
             text = tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id])
             done = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
+            logps = [x - FAKE.get("bias", 0) for x in logps]
             if fault == "logprobs":
                 logps = logps[:-1]
             choice = {"index": i, "finish_reason": done, "token_ids": tokens}

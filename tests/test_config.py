@@ -4,6 +4,7 @@ import re
 import subprocess
 import time
 import tomllib
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,14 @@ def test_every_key_is_read_somewhere():
     nested = [k for t in ("env", "inference", "orchestrator", "eval", "trainer", "checkpoint") for k in schema[t]]
     for key in {*top, *nested, *schema["orchestrator"]["sampling"]} - {"sampling"}:
         assert re.search(rf"\.{key}\b|\[\"{key}\"\]|\"{key}\"", code), f"{key} is in defaults.toml and never read"
+
+
+def test_secrets_are_not_written_down():
+    from configs.lib.for_launch import toml_table
+
+    table = namedtuple("env", "id args")("x", {"api_key": "sk-1", "judge": {"hf_token": "hf-2"}, "max_tokens": 5})
+    args = '{ "api_key" = "REDACTED", "judge" = { "hf_token" = "REDACTED" }, "max_tokens" = 5 }'
+    assert toml_table("env", table) == f'\n[env]\nid = "x"\nargs = {args}\n'
 
 
 def test_every_shipped_configuration_loads():

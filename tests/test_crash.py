@@ -1,6 +1,7 @@
 """The six promises of the README: processes killed at exact points, hung, out of disk; and the same command again."""
 
 import ast
+import asyncio
 import itertools
 import json
 import os
@@ -15,14 +16,18 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, free_port, lines, write_run
 from safetensors.torch import load_file
 
+from configs.lib import client
 from configs.lib.batch import load_batch
+from configs.lib.checkpoint import commit_directory, read_directory
+from configs.lib.runtime import RunError
 
 pytestmark = pytest.mark.xdist_group("crash")  # one process: the undisturbed run is made once
 STEPS = 4
-ONE_TURN = "{ num_turns = 1 }"
+ONE_TURN = "{ num_turns = 1, num_rows = 10 }"  # 16 groups: an epoch ends on the way
 OVERRIDES = (
     f"max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "trainer.gpus=2", "orchestrator.max_staleness=0",
 )  # fmt: skip
@@ -38,10 +43,10 @@ def some(cases, num):
 class Run:
     """launch.sh with the fake server (or the real vLLM) in a process group of its own."""
 
-    def __init__(self, path, model, *overrides, real=False, env=ONE_TURN, steps=STEPS, prefix=(), port=0, **variables):
-        self.dir, self.port, self.scratch = path / "run", port or free_port(), path / "tmp"
+    def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), port=0, **variables):
+        self.dir, self.port, self.scratch = path / (toml.stem if toml else "run"), port or free_port(), path / "tmp"
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
-        toml = write_run(path, model, steps, env) if not (path / "run.toml").exists() else path / "run.toml"
+        toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
         path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides, f"inference.port={self.port}"]
@@ -268,9 +273,42 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     run.assert_clean()
 
 
-def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
-    from configs.lib.runtime import RunError
+@pytest.mark.slow
+def test_logprobs_far_from_the_trainers_end_the_run_with_5(models, tmp_path):
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.gpus=1", FAKE='{"bias": 5.0}')
+    assert "a KL above 1, in steps 0 to 2" in run.end(5)
+    assert not list((run.dir / "checkpoints").glob("step_000004"))
+    run.assert_clean()
 
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_neither_sent_nor_written(value, tmp_path):
+    tensors = {"fine": torch.ones(3), "broken": torch.tensor([1.0, value])}
+    with pytest.raises(RunError, match="step_000001: 1 of 2 tensors are not finite, the first is policy: broken") as e:
+        commit_directory(tmp_path / "step_000001", {"policy": tensors}, {"step": 1})
+    assert e.value.code == 5 and not list(tmp_path.iterdir())
+
+
+def test_what_blocks_the_event_loop_is_named(make_cfg, tmp_path, monkeypatch, capfd):
+    """An async function that waits without await stops everything; its stack is printed."""
+    monkeypatch.setattr(client, "LOOP_LAG", 0.3)
+    cfg, path = make_cfg("max_steps=1"), tmp_path / "version"
+    path.write_text("0")
+
+    async def blocks_everything():
+        await asyncio.sleep(1.5)
+        time.sleep(0.6)
+        path.write_text("1")
+
+    async def go():
+        await asyncio.gather(client.Client(cfg).follow(path, 30), blocks_everything())
+
+    asyncio.run(go())
+    said = capfd.readouterr().err
+    assert "Timeout (0:00:00.300000)!" in said and "in blocks_everything" in said, said
+
+
+def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
     with pytest.raises(RunError, match="from token 0 on trainer and server read a prompt differently") as e:
         run(1, ONE_TURN, fake={"shift": 1})
     assert e.value.code == 2
@@ -315,8 +353,6 @@ def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, t
     last = run.end(6)
     assert re.search(r"exit=6 .*(No space left|os error 28).*; [\d,]+ bytes are free in .*/run", last), last
     kept = sorted((tmp_path / "kept" / "checkpoints").glob("step_??????"))
-    from configs.lib.checkpoint import read_directory
-
     assert kept and read_directory(kept[-1])[1]["step"] == int(kept[-1].name[5:])
     assert not list((tmp_path / "kept").rglob("*.tmp"))
 
@@ -356,7 +392,7 @@ def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
     run_dir = finished(tmp_path, undisturbed)
     other = Run(tmp_path, models["untied"], *OVERRIDES, "seed=5")
     assert "seed was 0, now 5" in other.end(2) and "another run_name" in other.text()
-    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", "trainer.gpus=1", FAULT="gen:sleep:60")
+    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", "trainer.gpus=1", FAULT="gen:sleep:60@0,5")
     first.fault()
     second = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000")
     began = time.monotonic()
@@ -364,7 +400,7 @@ def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
     first.kill("launch.sh", signal.SIGTERM)
     first.end(143)
     first.assert_clean()
-    # a learning rate may change, and a run that has its steps is complete
+    # one rank went on from a checkpoint of two; a learning rate may change, and a run that has its steps is complete
     (run_dir / "done").write_text(str(STEPS))
     began = time.monotonic()
     again = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.learning_rate=1e-4")
@@ -436,3 +472,93 @@ def test_no_pickle_and_no_shell():
                         ("trust_remote_code", True),
                         ("weights_only", False),
                     )
+
+
+# --- the same with the real vLLM -------------------------------------------------------------------------------------
+
+REAL = [(role, phase) for role, phases in {"server": ("startup", "gen", "bcast"), "engine": ("gen", "fwd", "bcast"),
+                                           "launch.sh": ("startup", "ckpt")}.items() for phase in phases]  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.real
+@pytest.mark.parametrize("cell", REAL)
+def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
+    role, phase = cell
+    run = Run(tmp_path, models["untied"], *OVERRIDES, real=True, FAULT=PHASES[phase])
+    run.fault(180)
+    killed = run.kill(role)
+    last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
+    assert role == "launch.sh" or last.startswith("[launch] role=inference pid="), last
+    assert time.monotonic() - killed < 30
+    run.assert_clean()
+    again = Run(tmp_path, models["untied"], *OVERRIDES, real=True)
+    again.end(0, 300)
+    again.assert_clean()
+    assert_history(again.dir, STEPS)
+
+
+def resources(processes):
+    """-> {role: (resident MiB, descriptors)}."""
+    found = {}
+    for role, pid in processes.items():
+        try:
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            found[role] = pages / 256, len(os.listdir(f"/proc/{pid}/fd"))
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.real
+def test_soak(tmp_path):
+    """150 steps of the quickstart; 20 to 60 s after the first new step of each attempt something is killed or hangs."""
+    rng, attempts, best, seen = random.Random(COMMIT), 0, -1, []
+    limits = ("trainer.batch_timeout_s=40", "trainer.sync_timeout_s=30", "orchestrator.version_timeout=40",
+              "orchestrator.generation_timeout=40", "checkpoint.every=5")  # fmt: skip
+    start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True,  # noqa: E731
+                        toml=ROOT / "configs" / "reverse_text.toml", MAX_RESTARTS="99")  # fmt: skip
+    run, began = start(), time.monotonic()
+
+    def version():
+        try:
+            return int((run.dir / "version").read_text())
+        except (OSError, ValueError):
+            return -1
+
+    while run.process.poll() is None or run.process.returncode == -signal.SIGKILL:
+        assert time.monotonic() - began < 3000, run.text()[-3000:]
+        if run.process.poll() is not None:  # the launcher itself was killed
+            run.assert_clean()
+            run = start()
+        if version() > best:
+            due, stamp, first = time.monotonic() + rng.uniform(20, 60), (run.dir / ".lock").read_text(), version()
+            early = resources(run.processes())
+            while time.monotonic() < due and run.process.poll() is None:
+                time.sleep(0.5)
+            if run.process.poll() is not None or not version() < 150:
+                break
+            late, attempts = resources(run.processes()), attempts + 1
+            roles = ("server", "engine", "orchestrator", "rank0", "agent", "launch.sh")
+            role, number = rng.choice(roles), rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
+            number = signal.SIGKILL if role in ("launch.sh", "agent", "server") else number
+            seen.append((first, version(), role, signal.Signals(number).name, early, late))
+            print(
+                f"{time.monotonic() - began:.0f} s: versions {first} to {version()}, {role}, {number.name}", flush=True
+            )
+            best = version()
+            run.kill(role, number)
+            while (run.dir / ".lock").read_text() == stamp and run.process.poll() is None:  # until the next attempt
+                time.sleep(0.2)
+                best = max(best, version())
+        time.sleep(0.2)
+    assert run.process.wait(120) == 0, run.text()[-3000:]
+    run.assert_clean()
+    assert_history(run.dir, 150)
+    assert attempts >= 3 and int((run.dir / "version").read_text()) == 150
+    for *_, early, late in seen:
+        for role in set(early) & set(late):
+            (mib, fds), (more_mib, more_fds) = early[role], late[role]
+            assert more_mib < 1.25 * mib + 100 and more_fds < fds + 30, (role, early, late)
+    print(json.dumps({role: [s[-1].get(role) for s in seen] for role in seen[0][-1]}))
