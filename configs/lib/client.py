@@ -43,7 +43,7 @@ class Client:
             if now - self.heard > silence:  # before the rollouts are given up one by one; /health may still be well
                 what = f"{self.waiting} requests wait and no server has answered any"
                 raise RunError(3, f"{what} for {silence:.0f} s (0.9 x orchestrator.generation_timeout)")
-            if now - armed > LOOP_LAG / 10:  # the next stack trace names what blocks the event loop: an async function that waits
+            if now - armed > LOOP_LAG / 10:  # a stack is printed where an async function blocks the event loop
                 faulthandler.dump_traceback_later(LOOP_LAG, exit=False)
                 armed = now
             self.version = version
