@@ -31,7 +31,7 @@ TAG=$ROLEMODEL_RUN_ID.$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')
 sweep() { # signal, tag
     local pids
     for _ in 1 2 3 4 5; do
-        mapfile -t pids < <(grep -lsz "^ROLEMODEL_TAG=$2$" /proc/[0-9]*/environ | cut -d/ -f3)
+        mapfile -t pids < <(grep -lszxF "ROLEMODEL_TAG=$2" /proc/[0-9]*/environ | cut -d/ -f3)
         [ ${#pids[@]} -eq 0 ] && return
         kill -"$1" "${pids[@]}" 2>/dev/null
         [ "$1" = KILL ] || return 0
@@ -45,7 +45,8 @@ patience=20 # s, for the janitor of the last attempt
 flock -w $patience 9 || { echo "[launch] exit=2 $RUN_DIR belongs to a run under way (process $owner): choose another run_name" >&2; exit 2; }
 [ -z "${old_tag:-}" ] || sweep KILL "$old_tag"
 echo "$$ $TAG" >"$RUN_DIR/.lock"
-SCRATCH=$(mktemp -d "${TMPDIR:-/tmp}/rolemodel.XXXXXX") || exit 6
+place=${TMPDIR:-/tmp}; [ ${#place} -lt 50 ] || place=/tmp # vLLM's sockets go there, with at most 107 characters
+SCRATCH=$(mktemp -d "$place/rolemodel.XXXXXX") || { echo "[launch] exit=6 no temporary directory in $place" >&2; exit 6; }
 # The janitor, in a session of its own: it reads until this launcher is gone, even by kill -9, then cleans up.
 exec 8> >(exec setsid bash -c "$(declare -f sweep)"'
     trap "" INT TERM HUP; cat >/dev/null
@@ -60,7 +61,7 @@ DEVICES=(${CUDA_VISIBLE_DEVICES:+${CUDA_VISIBLE_DEVICES//,/ }})
 [ ${#DEVICES[@]} -gt 0 ] || mapfile -t DEVICES < <(seq 0 $((GPUS - 1)))
 CORES=$(nproc) EXTRA=()
 if [ "$GPUS" -eq 0 ]; then
-    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} CUDA_VISIBLE_DEVICES=
+    export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     ARGS+=(--enforce-eager)
 elif [ $((INF_GPUS + TRAIN_GPUS)) -gt ${#DEVICES[@]} ]; then # shared: NCCL refuses two ranks on one device
     EXTRA+=(trainer.sync_backend=gloo)
@@ -96,9 +97,9 @@ finish() { # code, last line
     sweep KILL "$TAG"
     [ "$code" = 0 ] && echo "$2" || echo "$2" >&2
     version=$(reached)
-    if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && [ "$version" -gt "${REACHED:--1}" ]; then
+    if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && [ "$version" -gt "${ROLEMODEL_REACHED:--1}" ]; then
         echo "[launch] restart after version $version, $((MAX_RESTARTS - 1)) left" >&2
-        REACHED=$version MAX_RESTARTS=$((MAX_RESTARTS - 1)) exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
+        ROLEMODEL_REACHED=$version MAX_RESTARTS=$((MAX_RESTARTS - 1)) exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
     fi
     exit "$code"
 }
@@ -112,11 +113,11 @@ dead() { # name, code, log: the cause that the role itself told, else how it end
     elif [ "$code" -gt 128 ] && [ "$code" -lt 165 ]; then cause="killed by SIG$(kill -l $((code - 128)))" code=3
     elif [[ $name = inference* && $code = 2 ]]; then cause="refused its arguments, see [inference.args]"
     else cause="ended with status $code before the run was done" code=3; fi
-    log=$LOGS/${name%0}.log
+    log=$LOGS/$name.log
     killed=$(tail -n 60 "$log" | grep -m 1 -oE 'exitcode *: -[0-9]+ \(pid: [0-9]+\)') && cause="a rank was killed, $killed; $cause" # torchrun's report
     echo >&2
     tail -n 30 "$log" >&2
-    finish "$code" "[launch] role=${name%0} pid=$pid exit=$code $cause log=$log"
+    finish "$code" "[launch] role=$name pid=$pid exit=$code $cause log=$log"
 }
 
 case $MODEL in /* | ./* | ../* | .cache/*) local_model=1 ;; *) [ -d "$MODEL" ] && local_model=1 ;; esac
@@ -138,20 +139,17 @@ if [ ${#URLS[@]} -eq 0 ]; then
             --max-model-len "$MAX_LEN" --seed "$SEED" --logprobs-mode processed_logprobs --scheduling-policy priority
             --worker-extension-cls configs.lib.broadcast.WeightReceiver ${TEMPLATE:+--chat-template "$TEMPLATE"} "${ARGS[@]}")
         [ "$LORA" = 1 ] && flags+=(--enable-lora --max-lora-rank "$RANK_LORA" --max-loras $((STALENESS + 2)))
-        log=$LOGS/inference.log; [ "$i" = 0 ] || log=$LOGS/inference$i.log
-        [ "$GPUS" -eq 0 ] || export CUDA_VISIBLE_DEVICES=$(slice $((i * TP)) "$TP")
-        start "inference$i" "$log" ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}"
+        name=inference; [ "$i" = 0 ] || name+=$i
+        start "$name" "$LOGS/$name.log" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" \
+            ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}"
     done
 fi
 quoted=$(printf ',"%s"' "${URLS[@]}")
 EXTRA+=("inference.urls=[${quoted:1}]")
 start orchestrator "$LOGS/orchestrator.log" env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrator.py "$CONFIG" "$@" "${EXTRA[@]}"
-if [ "$GPUS" -gt 0 ]; then
-    first=$((INF_GPUS + TRAIN_GPUS > ${#DEVICES[@]} ? 0 : INF_GPUS))
-    export CUDA_VISIBLE_DEVICES=$(slice "$first" "$TRAIN_GPUS")
-fi
+first=$((INF_GPUS + TRAIN_GPUS > ${#DEVICES[@]} ? 0 : INF_GPUS))
 threads=$((CORES / 2 / TRAIN_GPUS)); [ $threads -gt 0 ] || threads=1
-start trainer "$LOGS/trainer.log" env OMP_NUM_THREADS="${TRAINER_THREADS:-$threads}" "$PY" -m torch.distributed.run \
+start trainer "$LOGS/trainer.log" env CUDA_VISIBLE_DEVICES="$(slice "$first" "$TRAIN_GPUS")" OMP_NUM_THREADS="${TRAINER_THREADS:-$threads}" "$PY" -m torch.distributed.run \
     --nproc-per-node "$TRAIN_GPUS" --master-addr 127.0.0.1 --master-port "$STORE_PORT" \
     trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
 
@@ -159,24 +157,23 @@ start trainer "$LOGS/trainer.log" env OMP_NUM_THREADS="${TRAINER_THREADS:-$threa
 tail --pid=$$ -q -n 0 -F "$LOGS/trainer.log" "$LOGS/orchestrator.log" 2>/dev/null 8>&- 9>&- |
     grep --line-buffered -E '^(step|eval|batch) ' 8>&- 9>&- &
 CONSOLE=$!
-begun=$SECONDS engines='' waits_since=''
+begun=$SECONDS engines=() waits_since=''
 while :; do
     sleep 0.5
     # vLLM's engine is a process of its own: its server can answer /health, or exit 0, without it
-    if [ -z "$engines" ] && [ -f "$RUN_DIR/version" ]; then
-        for name in "${!PID[@]}"; do
-            [[ $name != inference* ]] || engines+=" $(grep -shE "^[0-9]+ \(VLLM::.*\) . [0-9]+ ${PID[$name]} " /proc/[0-9]*/stat | cut -d' ' -f1 | tr '\n' ' ')"
-        done
-    fi
-    for pid in $engines; do
+    for pid in "${engines[@]}"; do
         is_dead "$pid" && finish 3 "[launch] role=inference pid=$pid exit=3 vLLM's engine process died log=$LOGS/inference.log"
     done
+    if [ ! -f "$RUN_DIR/version" ]; then # until all have started
+        groups=$(for name in "${!PID[@]}"; do [[ $name != inference* ]] || printf '%s|' "${PID[$name]}"; done)
+        mapfile -t engines < <(grep -shE "^[0-9]+ \(VLLM::.*\) . [0-9]+ (${groups}none) " /proc/[0-9]*/stat | cut -d' ' -f1)
+    fi
     ended=0
     for name in $(printf '%s\n' "${!PID[@]}" | sort); do # inference first: others fail for want of it
         is_dead "${PID[$name]}" || continue
         wait "${PID[$name]}"; code=$?
         if [ $code = 0 ] && [[ $name != inference* ]] && [ "$(reached)" -ge "$STEPS" ]; then ended=$((ended + 1)); continue; fi
-        dead "$name" $code "$LOGS/${name%0}.log"
+        dead "$name" $code "$LOGS/$name.log"
     done
     if [ $ended = 2 ]; then
         [ -f tools/plot.py ] && "$PY" tools/plot.py "$RUN_DIR" >>"$LOGS/plot.log" 2>&1 8>&- 9>&-

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,14 +45,14 @@ class Run:
     """launch.sh with the fake server (or the real vLLM) in a process group of its own."""
 
     def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), port=0, **variables):
-        self.dir, self.port, self.scratch = path / (toml.stem if toml else "run"), port or free_port(), path / "tmp"
+        self.dir, self.port = path / (toml.stem if toml else "run"), port or free_port()
+        self.scratch = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
         toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
         path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides, f"inference.port={self.port}"]
         env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
-        self.scratch.mkdir(exist_ok=True)
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
 
@@ -346,15 +347,17 @@ def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, t
     mount = (
         f'mount -t tmpfs -o size=3m none {small}; "$@"; code=$?; sleep 2; cp -r {small} {tmp_path / "kept"}; exit $code'
     )
-    prefix = ["unshare", "-rm", "sh", "-c", mount, "sh"]
-    if subprocess.run([*prefix[:-2], "true"], capture_output=True).returncode:
-        pytest.fail("unshare -rm does not work here, so no small file system can be mounted")
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", "trainer.gpus=1", prefix=prefix)
+    prefix, fault, place = ["unshare", "-rm", "sh", "-c", mount, "sh"], {}, tmp_path / "kept"
+    if subprocess.run([*prefix[:3], "mount -t tmpfs none /mnt"], capture_output=True).returncode:
+        prefix, fault, place = (), {"FAULT": "ckpt_write:enospc@0,3"}, small  # namespaces are barred: say it is full
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", "trainer.gpus=1", prefix=prefix, **fault)
     last = run.end(6)
     assert re.search(r"exit=6 .*(No space left|os error 28).*; [\d,]+ bytes are free in .*/run", last), last
-    kept = sorted((tmp_path / "kept" / "checkpoints").glob("step_??????"))
+    run.dir = place
+    run.assert_clean()
+    kept = sorted((place / "checkpoints").glob("step_??????"))
     assert kept and read_directory(kept[-1])[1]["step"] == int(kept[-1].name[5:])
-    assert not list((tmp_path / "kept").rglob("*.tmp"))
+    assert not list(place.rglob("*.tmp"))
 
 
 def finished(path, undisturbed):

@@ -63,7 +63,7 @@ def explain(cause):
     return 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "code", 3), text
 
 
-STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 
 def tell(role, code, text):
