@@ -31,8 +31,10 @@ STEPS = 4
 ONE_TURN = "{ num_turns = 1, num_rows = 10 }"  # 16 groups: an epoch ends on the way
 OVERRIDES = (
     f"max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "trainer.gpus=2", "orchestrator.max_staleness=0",
+    "eval.every=2", "inference.gpus=2",
 )  # fmt: skip
-COMMIT = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+GIT = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["true"]
+COMMIT = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def some(cases, num):
@@ -47,6 +49,7 @@ class Run:
     def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), port=0, **variables):
         self.dir, self.port = path / (toml.stem if toml else "run"), port or free_port()
         self.scratch = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+        self.tags = set()
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
         toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
@@ -73,16 +76,20 @@ class Run:
 
     def processes(self):
         """{role: pid} of what carries the run's tag."""
-        tag, found = (self.dir / ".lock").read_text().split()[1], {"launch.sh": self.process.pid}
+        lock, found = self.dir / ".lock", {"launch.sh": self.process.pid}
+        self.tags |= set(lock.read_text().split()[1:2] if lock.exists() else [])
+        tags = [f"ROLEMODEL_TAG={tag}".encode() for tag in self.tags]
         for place in Path("/proc").glob("[0-9]*"):
             try:
                 environ, command = (place / "environ").read_bytes(), (place / "cmdline").read_bytes().decode()
                 name = (place / "comm").read_text()
             except OSError:
                 continue
-            if f"ROLEMODEL_TAG={tag}".encode() not in environ.split(b"\0"):
-                continue
             pid = int(place.name)
+            if not set(tags) & set(environ.split(b"\0")) and (
+                str(self.dir.parent) not in command or pid == os.getpid()
+            ):
+                continue
             if name.startswith("VLLM::"):
                 found["engine"] = pid
             elif "torch.distributed.run" in command:
@@ -93,6 +100,8 @@ class Run:
                 found["orchestrator"] = pid
             elif "fake_vllm" in command or "api_server" in command:
                 found["server"] = pid
+            elif pid != self.process.pid:
+                found[f"{name.strip()} {pid}"] = pid
         return found
 
     def kill(self, role, signal_number=signal.SIGKILL):
@@ -114,10 +123,13 @@ class Run:
         while left := self.left():
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
+        self.scratch.rmdir()
+        self.scratch.mkdir()
 
     def left(self):
         processes = {role: pid for role, pid in self.processes().items() if role != "launch.sh"}
-        files = [*self.dir.rglob("*.tmp"), *self.dir.rglob("*.reserve"), *self.scratch.iterdir()]
+        files = [*self.dir.rglob("*.tmp"), *self.dir.rglob("*.reserve"), *self.dir.rglob("*.new")]
+        files += [*self.dir.rglob("adapters"), *self.dir.rglob("eval_hold"), *self.scratch.iterdir()]
         with socket.socket() as s:
             s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             busy = s.connect_ex(("127.0.0.1", self.port)) == 0
@@ -164,6 +176,10 @@ def assert_resumes(path, model, undisturbed, *overrides):
     run.assert_clean()
     assert_history(run.dir, STEPS)
     assert committed(run.dir) == committed(undisturbed)
+    for name, keys in {"metrics.jsonl": ("step", "loss", "reward/mean"), "eval.jsonl": ("step", "reward/mean"),
+                       "rollouts.jsonl": ("step", "group", "rollout", "reward", "dropped")}.items():  # fmt: skip
+        a, b = ([[line[k] for k in keys] for line in lines(d / name)] for d in (run.dir, undisturbed))
+        assert a == b, name
     mine, theirs = (load_file(d / "final" / "model.safetensors") for d in (run.dir, undisturbed))
     assert all(mine[key].equal(theirs[key]) for key in theirs)
 
@@ -200,22 +216,16 @@ POINTS = ("ckpt_write", "ckpt_before_rename", "ckpt_after_rename")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", some(POINTS, 0))
+@pytest.mark.parametrize("point", some(POINTS, 1))
 def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, models, undisturbed, tmp_path):
     """Twice at the same step: the second save meets what the first one left."""
-    for _ in range(2):
+    for _ in range(1 if point == "ckpt_after_rename" else 2):
         run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=f"{point}:kill9@0,2")
-        names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").glob("*"))
-        if point == "ckpt_after_rename" and names:
-            break
         run.end(3)
         run.assert_clean()
-    if point == "ckpt_after_rename":
-        run.end(0)
-    names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == {POINTS[2]: ["step_000002", "step_000004"]}.get(point, [])
-    if point != "ckpt_after_rename":
-        assert_resumes(tmp_path, models["untied"], undisturbed)
+        names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
+        assert names == (["step_000002"] if point == "ckpt_after_rename" else [])
+    assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
 @pytest.mark.slow
@@ -232,6 +242,7 @@ def test_the_launcher_restarts_while_it_gets_further(models, undisturbed, tmp_pa
 
 # --- 1, 2: every wait ends -------------------------------------------------------------------------------------------
 
+ONE = ("trainer.gpus=1", "inference.gpus=1")
 SHORT = (
     "trainer.batch_timeout_s=5", "trainer.sync_timeout_s=5", "orchestrator.version_timeout=9",
     "orchestrator.generation_timeout=5", "inference.startup_timeout=30", "eval.hold_s=1",
@@ -250,7 +261,12 @@ def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
     last = run.end(3)
     limit = 20 if not point.startswith("start") else 60  # startup_timeout counts there
     assert time.monotonic() - stopped < limit
-    assert re.search(r"in \d+ s|after \d+ s|for \d+ s|[Tt]imed out|version \d|closed", last), last
+    waits = {"gen": "trainer.batch_timeout_s", "batch_write": "trainer.batch_timeout_s"}
+    waits |= {
+        "start_orchestrator": "trainer.batch_timeout_s",
+        "start_trainer": "orchestrator.version_timeout|[Tt]imed out",
+    }
+    assert re.search(waits.get(point, "orchestrator.version_timeout"), last), last
     log = "orchestrator" if point in ("gen", "batch_write", "start_orchestrator") else "trainer"
     dumps = re.findall(r'Fatal Python error: Aborted\n\n.*?hread 0x(?:.|\n)*?File "', run.text(log))
     assert dumps and ("in fault" in run.text(log)), run.text(log)[-3000:]
@@ -260,14 +276,16 @@ def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some([
     ({"generate 6": "exit"}, "role=inference .*ended with status 0 before the run was done"),
-    ({"generate 6": "silent"}, r"no server has answered any for \d+ s|answered \d+|timed out"),
+    ({"generate 6": "silent"}, r"requests wait and http://127.0.0.1:\d+ has answered none for 4 s"),
     ({"sync 2": "raise"}, "fault asked for: sync raises after its first tensor"),
-    ({"sync 2": "hang"}, "broadcast of version 1|timed out"),
+    ({"sync 2": "hang"}, "broadcast of version 1: "),
     ({"sync 2": "500"}, "no weights today"),
 ], 2))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, "trainer.gpus=1", FAKE=json.dumps(fault))
+    run = Run(
+        tmp_path, models["untied"], *OVERRIDES, *SHORT, *ONE, "trainer.batch_timeout_s=20", FAKE=json.dumps(fault)
+    )
     last = run.end(3)
     assert re.search(cause, last), last
     assert len(run.text()) < 20000
@@ -276,7 +294,7 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
 
 @pytest.mark.slow
 def test_logprobs_far_from_the_trainers_end_the_run_with_5(models, tmp_path):
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.gpus=1", FAKE='{"bias": 5.0}')
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE, FAKE='{"bias": 5.0}')
     assert "a KL above 1, in steps 0 to 2" in run.end(5)
     assert not list((run.dir / "checkpoints").glob("step_000004"))
     run.assert_clean()
@@ -318,7 +336,7 @@ def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("when", some(["at once", "at work", "twice", "TERM", "group"], 2))
 def test_signals_end_the_run_in_order(when, models, tmp_path):
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", "trainer.gpus=1")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE)
     if when == "at once":
         run.wait_for(lambda: (run.dir / ".lock").exists() and (run.dir / ".lock").read_text().endswith("\n"))
         time.sleep(0.3)
@@ -348,9 +366,9 @@ def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, t
         f'mount -t tmpfs -o size=3m none {small}; "$@"; code=$?; sleep 2; cp -r {small} {tmp_path / "kept"}; exit $code'
     )
     prefix, fault, place = ["unshare", "-rm", "sh", "-c", mount, "sh"], {}, tmp_path / "kept"
-    if subprocess.run([*prefix[:3], "mount -t tmpfs none /mnt"], capture_output=True).returncode:
+    if subprocess.run([*prefix[:4], "mount -t tmpfs none /mnt"], capture_output=True).returncode:
         prefix, fault, place = (), {"FAULT": "ckpt_write:enospc@0,3"}, small  # namespaces are barred: say it is full
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", "trainer.gpus=1", prefix=prefix, **fault)
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", *ONE, prefix=prefix, **fault)
     last = run.end(6)
     assert re.search(r"exit=6 .*(No space left|os error 28).*; [\d,]+ bytes are free in .*/run", last), last
     run.dir = place
@@ -384,7 +402,7 @@ def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undist
     path.unlink()
     if damage != "remove":
         path.write_bytes(blob if damage == "flip" else blob[:-7])
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.gpus=1")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE)
     last = run.end(6)
     assert str(path.parent if name == "manifest.json" else path) in last and "is damaged" in last and "Remove" in last
     run.assert_clean()
@@ -395,7 +413,7 @@ def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
     run_dir = finished(tmp_path, undisturbed)
     other = Run(tmp_path, models["untied"], *OVERRIDES, "seed=5")
     assert "seed was 0, now 5" in other.end(2) and "another run_name" in other.text()
-    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", "trainer.gpus=1", FAULT="gen:sleep:60@0,5")
+    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE, FAULT="gen:sleep:60@0,5")
     first.fault()
     second = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000")
     began = time.monotonic()
@@ -429,7 +447,7 @@ def test_a_port_in_use_is_refused(how, models, tmp_path):
 @pytest.mark.slow
 def test_every_listener_is_on_the_loopback(models, tmp_path):
     """But torchrun's own store, which PyTorch opens on every address."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT="fwd:sleep:20@0,1")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE, FAULT="fwd:sleep:20@0,1")
     run.fault()
     processes = run.processes()
     sockets = {}
@@ -488,14 +506,14 @@ REAL = [(role, phase) for role, phases in {"server": ("startup", "gen", "bcast")
 @pytest.mark.parametrize("cell", REAL)
 def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     role, phase = cell
-    run = Run(tmp_path, models["untied"], *OVERRIDES, real=True, FAULT=PHASES[phase])
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "inference.gpus=1", real=True, FAULT=PHASES[phase])
     run.fault(180)
     killed = run.kill(role)
     last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
     assert role == "launch.sh" or last.startswith("[launch] role=inference pid="), last
     assert time.monotonic() - killed < 30
     run.assert_clean()
-    again = Run(tmp_path, models["untied"], *OVERRIDES, real=True)
+    again = Run(tmp_path, models["untied"], *OVERRIDES, "inference.gpus=1", real=True)
     again.end(0, 300)
     again.assert_clean()
     assert_history(again.dir, STEPS)

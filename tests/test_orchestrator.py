@@ -370,32 +370,6 @@ def test_overlap(launched):
 
 
 @pytest.mark.slow
-def test_resume_continues_the_same_order(launched, tmp_path):
-    """Stopped at 4, its last checkpoint lost, and continued to 6, is 6 in one go: same groups, same losses, one line a
-    step; batches 2 and 3 are trained again as they are. Two servers and two ranks, for good measure."""
-    args = (
-        "orchestrator.max_staleness=0",
-        "checkpoint.every=2",
-        "checkpoint.keep=9",
-        "eval.every=2",
-        "inference.gpus=2",
-    )
-    env = '{ kind = "turns", num_turns = 1 }'
-    _, run_dir = launched(6, env, *args)
-    shutil.move(run_dir, tmp_path / "straight")
-    launched(4, env, *args)
-    assert (run_dir / "logs" / "inference1.log").is_file()
-    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
-    launched(6, env, *args)
-    straight = tmp_path / "straight"
-    for name, keys in {"metrics.jsonl": ("step", "loss", "reward/mean"), "eval.jsonl": ("step", "reward/mean"),
-                       "rollouts.jsonl": ("step", "group", "rollout", "reward", "dropped")}.items():  # fmt: skip
-        a, b = ([[line[k] for k in keys] for line in lines(d / name)] for d in (straight, run_dir))
-        assert a == b, name
-    assert [b.info["dropped"] for b in all_batches(straight)] == [b.info["dropped"] for b in all_batches(run_dir)]
-
-
-@pytest.mark.slow
 def test_servers_that_run_elsewhere(launched, fake_servers):
     """inference.urls: launch.sh starts no server; the run is called what the server is called."""
     url = fake_servers()
@@ -403,6 +377,12 @@ def test_servers_that_run_elsewhere(launched, fake_servers):
     _, run_dir = launched(2, '{ kind = "noise" }', f'inference.urls=["{url}"]', ROLEMODEL_RUN_ID="run")
     assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == [0, 1]
     assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.slow
+def test_a_server_of_another_run_is_refused(launched, fake_servers):
+    done, _ = launched(2, '{ kind = "noise" }', f'inference.urls=["{fake_servers()}"]', check=False)
+    assert done.returncode == 2 and "a server of another run answers" in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow

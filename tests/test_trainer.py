@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from types import SimpleNamespace
 
@@ -384,6 +385,23 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, batches, tm
         done.returncode == 5
         and "no finite gradient, or a KL above 1, in steps 0 to 2: at last loss nan" in done.stderr.splitlines()[-1]
     )
+
+
+@pytest.mark.slow
+def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(make_cfg, batches, tmp_path, models):
+    make_cfg()
+    run_trainer(tmp_path / "test.toml", "--replay", batches(2), "trainer.loss=test_trainer:nan_on_rank_1", ranks=2)
+    run_dir = tmp_path / "test-replay-test_trainer.nan_on_rank_1"
+    assert [m["optim/skipped"] for m in lines(run_dir / "metrics.jsonl")] == [1, 1]
+    before, after = (
+        load_file(models["untied"] / "model.safetensors"),
+        load_file(run_dir / "final" / "model.safetensors"),
+    )
+    assert all(before[key].equal(after[key]) for key in before)
+
+
+def nan_on_rank_1(logp_N, **_):
+    return logp_N * (float("nan") if os.environ["RANK"] == "1" else 1.0), {}
 
 
 def nan_loss(logp_N, **_):

