@@ -31,7 +31,7 @@ STEPS = 4
 ONE_TURN = "{ num_turns = 1, num_rows = 10 }"  # 16 groups: an epoch ends on the way
 OVERRIDES = (
     f"max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "trainer.gpus=2", "orchestrator.max_staleness=0",
-    "eval.every=2", "inference.gpus=2",
+    "eval.every=2",
 )  # fmt: skip
 GIT = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["true"]
 COMMIT = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True).stdout
@@ -160,11 +160,12 @@ def assert_history(run_dir, steps):
 
 @pytest.fixture(scope="session")
 def undisturbed(models, tmp_path_factory):
-    """The run directory of the same run without a fault."""
+    """The run directory of the same run without a fault, and with two servers: who answers makes no difference."""
     path = tmp_path_factory.mktemp("undisturbed")
-    run = Run(path, models["untied"], *OVERRIDES)
+    run = Run(path, models["untied"], *OVERRIDES, "inference.gpus=2")
     run.end(0)
     run.assert_clean()
+    assert (run.dir / "logs" / "inference1.log").is_file()
     assert_history(run.dir, STEPS)
     return run.dir
 
@@ -242,7 +243,7 @@ def test_the_launcher_restarts_while_it_gets_further(models, undisturbed, tmp_pa
 
 # --- 1, 2: every wait ends -------------------------------------------------------------------------------------------
 
-ONE = ("trainer.gpus=1", "inference.gpus=1")
+ONE = ("trainer.gpus=1",)
 SHORT = (
     "trainer.batch_timeout_s=5", "trainer.sync_timeout_s=5", "orchestrator.version_timeout=9",
     "orchestrator.generation_timeout=5", "inference.startup_timeout=30", "eval.hold_s=1",
@@ -506,14 +507,14 @@ REAL = [(role, phase) for role, phases in {"server": ("startup", "gen", "bcast")
 @pytest.mark.parametrize("cell", REAL)
 def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     role, phase = cell
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "inference.gpus=1", real=True, FAULT=PHASES[phase])
+    run = Run(tmp_path, models["untied"], *OVERRIDES, real=True, FAULT=PHASES[phase])
     run.fault(180)
     killed = run.kill(role)
     last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
     assert role == "launch.sh" or last.startswith("[launch] role=inference pid="), last
     assert time.monotonic() - killed < 30
     run.assert_clean()
-    again = Run(tmp_path, models["untied"], *OVERRIDES, "inference.gpus=1", real=True)
+    again = Run(tmp_path, models["untied"], *OVERRIDES, real=True)
     again.end(0, 300)
     again.assert_clean()
     assert_history(again.dir, STEPS)
