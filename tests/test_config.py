@@ -296,13 +296,13 @@ def test_resolved_configuration_says_the_same(tmp_path):
     command = [
         "bash",
         "-c",
-        f"python3 {ROOT}/configs/lib/for_launch.py {tmp_path}/some.toml output_dir={tmp_path} trainer.beta=0.5",
+        f"python3 {ROOT}/configs/lib/for_launch.py {tmp_path} {tmp_path}/some.toml output_dir={tmp_path} trainer.beta=0.5",
     ]
     done = subprocess.run(
         command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": str(path_of_python())}
     )
     assert done.returncode == 0, done.stderr
-    again, first = load_config(tmp_path / "wiki-search" / "config.toml.new"), load(tmp_path, VF_RL)
+    again, first = load_config(tmp_path / "config.toml"), load(tmp_path, VF_RL)
     assert (
         again.trainer == first.trainer._replace(beta=0.5)
         and again.env == first.env

@@ -26,7 +26,6 @@ from configs.lib.batch import load_batch
 from configs.lib.checkpoint import commit_directory, read_directory
 from configs.lib.runtime import RunError
 
-pytestmark = pytest.mark.xdist_group("crash")  # one process: the undisturbed run is made once
 STEPS = 4
 ONE_TURN = "{ num_turns = 1, num_rows = 10 }"  # 16 groups: an epoch ends on the way
 OVERRIDES = (

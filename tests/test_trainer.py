@@ -390,7 +390,8 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, batches, tm
 @pytest.mark.slow
 def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(make_cfg, batches, tmp_path, models):
     make_cfg()
-    run_trainer(tmp_path / "test.toml", "--replay", batches(2), "trainer.loss=test_trainer:nan_on_rank_1", ranks=2)
+    args = ["--replay", batches(2), "trainer.loss=test_trainer:nan_on_rank_1", f"output_dir={tmp_path}"]
+    run_trainer(tmp_path / "test.toml", *args, ranks=2)
     run_dir = tmp_path / "test-replay-test_trainer.nan_on_rank_1"
     assert [m["optim/skipped"] for m in lines(run_dir / "metrics.jsonl")] == [1, 1]
     before, after = (

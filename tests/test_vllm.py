@@ -18,7 +18,7 @@ from configs.lib.broadcast import WeightSender
 from configs.lib.client import Client
 from configs.lib.runtime import RunError
 
-pytestmark = [pytest.mark.real, pytest.mark.xdist_group("vllm")]  # one process: the servers start once
+pytestmark = pytest.mark.real
 CPU = torch.device("cpu")
 
 

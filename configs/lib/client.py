@@ -4,6 +4,7 @@ import asyncio
 import faulthandler
 import json
 import os
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -41,14 +42,12 @@ class Client:
                 what = f"the trainer made no version after {version} in {now - since:.0f} s"
                 raise RunError(3, f"{what} (orchestrator.version_timeout); its stacks are in logs/trainer.log")
             self.heard = [then if waiting else now for waiting, then in zip(self.waiting, self.heard)]
-            if (
-                now - min(self.heard) > silence
-            ):  # before the rollouts are given up one by one; /health may still be well
+            if now - min(self.heard, default=now) > silence:  # before the rollouts are given up one by one
                 i = self.heard.index(min(self.heard))
                 what = f"{self.waiting[i]} requests wait and {self.cfg.inference.urls[i]} has answered none"
                 raise RunError(3, f"{what} for {silence:.0f} s (0.9 x orchestrator.generation_timeout)")
             if now - armed > LOOP_LAG / 10:  # a stack is printed where an async function blocks the event loop
-                faulthandler.dump_traceback_later(LOOP_LAG, exit=False)
+                faulthandler.dump_traceback_later(LOOP_LAG, file=sys.__stderr__)
                 armed = now
             self.version = version
             await asyncio.sleep(0.02)
