@@ -296,7 +296,8 @@ def test_resolved_configuration_says_the_same(tmp_path):
     command = [
         "bash",
         "-c",
-        f"python3 {ROOT}/configs/lib/for_launch.py {tmp_path} {tmp_path}/some.toml output_dir={tmp_path} trainer.beta=0.5",
+        f"python3 {ROOT}/configs/lib/for_launch.py {tmp_path} {tmp_path}/some.toml "
+        f"output_dir={tmp_path} trainer.beta=0.5",
     ]
     done = subprocess.run(
         command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": str(path_of_python())}
