@@ -216,7 +216,7 @@ POINTS = ("ckpt_write", "ckpt_before_rename", "ckpt_after_rename")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", some(POINTS, 1))
+@pytest.mark.parametrize("point", some(POINTS, 0))
 def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, models, undisturbed, tmp_path):
     """Twice at the same step: the second save meets what the first one left."""
     for _ in range(1 if point == "ckpt_after_rename" else 2):
@@ -278,9 +278,9 @@ def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
     ({"generate 6": "exit"}, "role=inference .*ended with status 0 before the run was done"),
     ({"generate 6": "silent"}, r"requests wait and http://127.0.0.1:\d+ has answered none for 4 s"),
     ({"sync 2": "raise"}, "fault asked for: sync raises after its first tensor"),
-    ({"sync 2": "hang"}, "broadcast of version 1: "),
+    ({"sync 2": "hang"}, r"broadcast of version 1: |/collective_rpc: ReadTimeout: .*sync_timeout_s = 5"),
     ({"sync 2": "500"}, "no weights today"),
-], 2))  # fmt: skip
+], 1))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case
     run = Run(
@@ -334,7 +334,7 @@ def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", some(["at once", "at work", "twice", "TERM", "group"], 2))
+@pytest.mark.parametrize("when", some(["at once", "at work", "twice", "TERM", "group"], 1))
 def test_signals_end_the_run_in_order(when, models, tmp_path):
     run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE)
     if when == "at once":
@@ -390,7 +390,7 @@ FILES["batch"] = "batches/step_000002.safetensors"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some([*itertools.product(FILES, ("flip", "cut", "remove"))][:-1], 2))
+@pytest.mark.parametrize("case", some([*itertools.product(FILES, ("flip", "cut", "remove"))][:-1], 1))
 def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undisturbed, tmp_path):
     """Never one checkpoint silently for another. (A batch that is not there is simply made.)"""
     name, damage = case

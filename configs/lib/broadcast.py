@@ -197,7 +197,11 @@ class Servers:
             raise RunError(2, f"a server of another run answers: {foreign}; this run is {self.run_id!r}")
 
     def post(self, url, path, body=None):
-        reply = self.http.post(url + path, json=body)
+        try:
+            reply = self.http.post(url + path, json=body)
+        except httpx.TransportError as e:
+            limit = f"trainer.sync_timeout_s = {self.http.timeout.read:g}"
+            raise RunError(3, f"{url}{path}: {type(e).__name__}: {e} ({limit})") from e
         if reply.status_code != 200:
             raise RunError(3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
         return reply.json() if reply.text.startswith("{") else {}
