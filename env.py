@@ -27,9 +27,14 @@ class Truncated(Exception):
     """generate() raises it where max_seq_len leaves no token for another turn; the rollout ends and is scored."""
 
 
+@functools.cache
+def parameters(function):
+    return inspect.signature(function).parameters
+
+
 async def call(function, **have):
     """function(**those of `have` that it names). What is no coroutine runs in a thread: slow code delays nobody."""
-    wanted = inspect.signature(function).parameters
+    wanted = parameters(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     given = {k: v for k, v in have.items() if takes_all or k in wanted}
     is_async = inspect.iscoroutinefunction(function)
@@ -72,7 +77,7 @@ class Rubric:
         """HACK HERE -> reward (a number, or a list with one per turn), {function: value}. Functions of one rollout."""
         whole, turns, metrics = 0.0, None, {}
         for func, weight, objects in self.parts:
-            if PLURALS & set(inspect.signature(func).parameters):
+            if PLURALS & set(parameters(func)):
                 continue
             value = finite(func, await call(func, **state | objects | {"state": state}), state["turn"])
             w = weight(state["step"]) if callable(weight) else weight
@@ -85,7 +90,7 @@ class Rubric:
 
     async def score_group(self, states):
         """-> [(number to add to the reward, {function: value}) per state], or [] without functions of a group."""
-        parts = [part for part in self.parts if states and PLURALS & set(inspect.signature(part[0]).parameters)]
+        parts = [part for part in self.parts if states and PLURALS & set(parameters(part[0]))]
         scores = [[0.0, {}] for _ in states if parts]
         for func, weight, objects in parts:
             have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}

@@ -10,6 +10,7 @@ function of (seed, index); every batch file carries the ledger of indices that a
 
 import asyncio
 import functools
+import gc
 import itertools
 import json
 import math
@@ -274,6 +275,7 @@ async def run(cfg):
     client, num_groups = Client(cfg), o.batch_size // o.rollouts_per_example
     orders = {name: Order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     slots = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example)
+    gc.freeze()  # what is there now stays; without, the collector goes through it every few rollouts
     dealt = itertools.islice(deal({e.name: e.ratio for e in cfg.env}), start * num_groups, None)
 
     async def produce(n, shares, previous):
@@ -290,6 +292,7 @@ async def run(cfg):
         for n in range(start, cfg.run.max_steps):
             await client.until(max(0, n - o.max_staleness))
             batch = tasks.create_task(produce(n, Counter(itertools.islice(dealt, num_groups)), batch))
+    await client.close()
 
 
 def main(argv):

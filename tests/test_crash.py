@@ -296,6 +296,7 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
 def test_logprobs_far_from_the_trainers_end_the_run_with_5(models, tmp_path):
     run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE, FAKE='{"bias": 5.0}')
     assert "a KL above 1, in steps 0 to 2" in run.end(5)
+    assert re.search(r"warning: step 1: KL\(sampler \|\| policy\) is \d+\.\d\d nats, .*engines disagree", run.text())
     assert not list((run.dir / "checkpoints").glob("step_000004"))
     run.assert_clean()
 
@@ -306,6 +307,26 @@ def test_weights_that_are_not_finite_are_neither_sent_nor_written(value, tmp_pat
     with pytest.raises(RunError, match="step_000001: 1 of 2 tensors are not finite, the first is policy: broken") as e:
         commit_directory(tmp_path / "step_000001", {"policy": tensors}, {"step": 1})
     assert e.value.code == 5 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, models, fake_servers, tmp_path):
+    """Random sleeps before each: a gather of the ranks and the broadcast to the server never wait for each other."""
+    make_cfg("max_steps=300")
+    script = str(ROOT / "tests" / "sync_200.py")
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+        script,
+    ]
+    command += [str(tmp_path / "test.toml"), f'inference.urls=["{fake_servers()}"]', f"output_dir={tmp_path}"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "ROLEMODEL_RUN_ID": "run"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert (tmp_path / "test" / "version").read_text() == "199"
 
 
 def test_what_blocks_the_event_loop_is_named(make_cfg, tmp_path, monkeypatch, capfd):
@@ -376,6 +397,45 @@ def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, t
     kept = sorted((place / "checkpoints").glob("step_??????"))
     assert kept and read_directory(kept[-1])[1]["step"] == int(kept[-1].name[5:])
     assert not list(place.rglob("*.tmp"))
+
+
+def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(tmp_path):
+    """The directory as it was before each operation on files is what a kill at that moment leaves: the old or the new
+    checkpoint loads, whole, never a mixture; also on top of what an earlier kill left."""
+    folder, images, watching = tmp_path / "checkpoints", tmp_path / "images", False
+
+    def hook(event, args):
+        nonlocal watching
+        if watching and event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
+            watching = False  # its own work is not watched
+            shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d} {event}")
+            watching = True
+
+    def save(step):
+        tensors = {name: torch.full((1000,), float(step)) for name in ("a", "b")}
+        commit_directory(folder / f"step_{step:06d}", {"policy": tensors, "adam": tensors}, {"step": step})
+
+    def loads(place):
+        names = sorted(path.name for path in place.glob("step_??????"))
+        files, state = read_directory(place / names[-1])
+        values = {x for tensors in files.values() for tensor in tensors.values() for x in tensor.unique().tolist()}
+        assert set(files) == {"policy", "adam"} and values == {float(state["step"])} and names[-1][5:].isdigit()
+        return state["step"]
+
+    sys.addaudithook(hook)  # for the life of the process, but idle unless watching
+    images.mkdir()
+    save(1)
+    watching = True
+    save(2)
+    watching = False
+    found = [loads(place) for place in sorted(images.iterdir())]
+    assert len(found) > 10 and found == sorted(found) and set(found) == {1, 2}, found
+    (folder / "step_000002.tmp").mkdir()  # of a save that was killed, longer than the new one
+    (folder / "step_000002.tmp" / "policy.safetensors").write_bytes(b"half" * 5000)
+    (folder / "step_000002.tmp" / "more.safetensors").write_bytes(b"half")
+    shutil.rmtree(folder / "step_000002")
+    save(2)
+    assert loads(folder) == 2
 
 
 def finished(path, undisturbed):
@@ -473,6 +533,44 @@ def test_every_listener_is_on_the_loopback(models, tmp_path):
 
 
 OURS = [*ROOT.glob("*.py"), *(ROOT / "configs").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+
+
+# What waits, and the argument that ends it: {attribute or name: (position of the limit, its keyword)}
+WAITS = {"wait": (0, "timeout"), "result": (0, "timeout"), "join": (0, "timeout"), "get": (0, "timeout"),
+         "communicate": (1, "timeout"), "subprocess.run": (None, "timeout"), "check_output": (None, "timeout"),
+         "recv": (None, "timeout"), "barrier": (None, "timeout"), "run_until_complete": (None, "timeout"),
+         "init_process_group": (None, "timeout"), "TCPStore": (4, "timeout"), "urlopen": (2, "timeout"),
+         "httpx.Client": (None, "timeout"), "AsyncClient": (None, "timeout"), "AsyncOpenAI": (None, "timeout"),
+         "OpenAI": (None, "timeout")}  # fmt: skip
+BOUNDED = {  # by something else: what, and why
+    "jobs[i].result": "is done already",
+    "task.result": "is done already",
+    "call.result": "of an HTTP call with sync_timeout_s",
+    "reply.result": "of an HTTP call with sync_timeout_s",
+    "FAILED.get": "a context variable",
+    "process.wait": "is killed already",
+    "tiny_model.py:subprocess.run": "launch.sh ends it after prepare_timeout",
+}
+
+
+def test_every_wait_has_a_limit():
+    """No wait() or its like without a time limit: a role that is stuck has to say so."""
+    found = []
+    for path in OURS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            name = called.rpartition(".")[2]
+            name = called if called in WAITS else name
+            if name not in WAITS or {called, f"{path.name}:{called}"} & set(BOUNDED):
+                continue
+            position, keyword = WAITS[name]
+            has_limit = any(k.arg in (keyword, None) for k in node.keywords)
+            has_limit |= position is not None and len(node.args) > position
+            if not has_limit and not (name in ("get", "join") and node.args):  # of a dict, of text
+                found.append(f"{path.name}:{node.lineno} {ast.unparse(node)[:90]}")
+    assert not found, "\n".join(found)
 
 
 def test_no_pickle_and_no_shell():

@@ -1,4 +1,4 @@
-"""The orchestrator's side of vLLM: OpenAI clients, the live version, the tokenizer that measures prompts."""
+"""The orchestrator's side of vLLM: the HTTP client, the live version, the tokenizer that measures prompts."""
 
 import asyncio
 import faulthandler
@@ -9,26 +9,28 @@ import time
 import uuid
 from pathlib import Path
 
+import aiohttp
+
 from configs.lib.runtime import RunError
 
+RETRIES = 3  # of a lost connection, 429 or 5xx, after 0.5, 1 and 2 s or what Retry-After says
 LOOP_LAG = 10.0  # s without a turn of the event loop until its stack is printed
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version. The openai library retries lost connections, 429, 5xx."""
+    """vLLM behind its OpenAI endpoint, and the live version. aiohttp, since openai's client takes longer than all else
+    that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
-        import openai
         import transformers
 
         self.cfg, self.version, self.run_id = cfg, -1, os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
-        how = {"api_key": "none", "max_retries": 3, "timeout": cfg.orchestrator.generation_timeout}
-        self.clients = [openai.AsyncOpenAI(base_url=f"{url}/v1", **how) for url in cfg.inference.urls]
+        self.urls, self.session = list(cfg.inference.urls), None  # a session belongs to the event loop
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
         if cfg.run.chat_template:
             self.tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-        self.waiting = [0] * len(self.clients)  # requests under way, by server
-        self.heard = [time.monotonic()] * len(self.clients)  # the last answer
+        self.waiting = [0] * len(self.urls)  # requests under way, by server
+        self.heard = [time.monotonic()] * len(self.urls)  # the last answer
         self.attempt = uuid.uuid4().hex[:8]  # a restarted trainer reaches a version again, with other weights
 
     async def follow(self, path, timeout_s):
@@ -80,14 +82,44 @@ class Client:
 
     async def post(self, server, path, body):
         """-> the reply as a dict; a group keeps its number, so it stays on one server and its prefix cache."""
-        i = server % len(self.clients)
+        i = server % len(self.urls)
         self.waiting[i] += 1
         try:
-            reply = await self.clients[i].post(path, cast_to=object, body=body)
+            reply = await self.ask(f"{self.urls[i]}/v1{path}", json.dumps(body).encode())
             self.heard[i] = time.monotonic()
             return reply
         finally:
             self.waiting[i] -= 1
+
+    async def ask(self, url, data):
+        if self.session is None:
+            timeout = aiohttp.ClientTimeout(self.cfg.orchestrator.generation_timeout)
+            kind = {"Content-Type": "application/json"}
+            self.session = aiohttp.ClientSession(timeout=timeout, headers=kind, connector=aiohttp.TCPConnector(limit=0))
+        for attempt in range(RETRIES + 1):
+            wait = 0.5 * 2**attempt
+            try:
+                async with self.session.post(url, data=data) as reply:
+                    if reply.status == 200:
+                        return json.loads(await reply.read())
+                    error = ServerError(f"{url} answered {reply.status}: {(await reply.text())[:500]}")
+                    after = reply.headers.get("Retry-After", "")
+                    wait = min(float(after), 60) if after.replace(".", "", 1).isdigit() else wait
+                    if reply.status != 429 and reply.status < 500:
+                        raise error
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:  # a time-out is no such error
+                error = e
+            if attempt < RETRIES:
+                await asyncio.sleep(wait)
+        raise error
+
+    async def close(self):
+        if self.session:
+            await self.session.close()
+
+
+class ServerError(Exception):
+    """What a server answers instead of 200."""
 
 
 def as_template_sees(message):

@@ -95,6 +95,8 @@ SHOWN = {
     "peak": ("perf/peak_gib", "{:.1f} GiB"),
 }  # fmt: skip
 
+KL_WARNING = 0.05  # nats; on one set of weights the two engines agree far better, and a version or two adds little
+
 
 def log_step(run_dir, step, last, metrics, started, waited):
     """Every key into metrics.jsonl, some on the console. step: the batch's number, from 0; it made version step + 1."""
@@ -107,3 +109,10 @@ def log_step(run_dir, step, last, metrics, started, waited):
         f"{name} {form.format(metrics[key])}" for name, (key, form) in SHOWN.items() if metrics.get(key) is not None
     ]
     print(f"step {step + 1:5d}/{last} |", " | ".join(parts), flush=True)
+    if (kl := metrics.get("policy/kl_sampler") or 0) > KL_WARNING:
+        own = metrics.get("policy/kl_sampler_age0")
+        of = f"{own:.2f} on rollouts of the very same weights: the engines disagree" if own else "of stale rollouts"
+        remedy = (
+            "look at sync/dlogp_mean and trainer.dtype" if own and own > kl / 2 else "lower max_staleness or the lr"
+        )
+        print(f"warning: step {step + 1}: KL(sampler || policy) is {kl:.2f} nats, {of}; {remedy}", flush=True)
