@@ -53,7 +53,11 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
 
 
+SLOWEST = ("test_crash.py", "test_vllm.py")  # begin first, each on its own worker
+
+
 def pytest_collection_modifyitems(config, items):
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
     if not config.getoption("--all"):
         keep = [item for item in items if not item.get_closest_marker("long")]
         config.hook.pytest_deselected(items=[item for item in items if item not in keep])

@@ -13,4 +13,4 @@ if [ "${1:-}" = --fast ]; then
     exec "$PY" -m pytest -q tests -m "not real and not slow" "$@"
 fi
 case " $* " in *" --all "*) together=0 ;; *) together=2 ;; esac
-exec "$PY" -m pytest -q tests -n $together --dist loadfile "$@"
+exec "$PY" -m pytest -q tests -n $together --dist loadfile --no-loadscope-reorder "$@"

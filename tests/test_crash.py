@@ -56,7 +56,9 @@ class Run:
         command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides, f"inference.port={self.port}"]
         env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
         with open(self.log, "w") as out:
+            deaf = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored, and
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
+            signal.signal(signal.SIGINT, deaf)  # bash cannot trap what was ignored when it began
 
     def text(self, name=""):
         file = self.dir / "logs" / f"{name}.log" if name else self.log
