@@ -136,7 +136,7 @@ def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES,
         if questions
         else [{"question": question(n), "answer": h, "info": {"title": n}} for n, h in folk]
     )
-    index, rubric = Corpus(pages), Rubric([correct, progress], [1 / 3, 1 / 3])
+    index, rubric = Corpus(pages), Rubric([correct, progress], [0.6, 0.2])
     tools = [index.search_pages, index.view_page]
     return ToolEnv(
         rows[:-num_eval], tools, max_turns, eval_dataset=rows[-num_eval:], rubric=rubric, system_prompt=system_prompt

@@ -36,12 +36,12 @@ def test_wiki_search_finds_views_and_answers():
         page_id = str([p for p, (title, _) in pages_of(env).items() if title == name][0])
         view = wiki_search.call("view_page", {"page_id": page_id})
         state, reward, metrics = play(env, row, [search, view, row["answer"] + "."])
-        assert metrics == {"correct": 1.0, "progress": 2.0} and reward == pytest.approx([1 / 3] * 3)
+        assert metrics == {"correct": 1.0, "progress": 2.0} and reward == pytest.approx([0.2, 0.2, 0.6])
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
         assert texts == [f"{page_id}: {name}", f"{name} lives in {row['answer']}."]
         # the same search again earns nothing; an answer that says more than the answer is none
         _, reward, metrics = play(env, row, [search, search, view, f"it is {row['answer']} or not"])
-        assert reward == pytest.approx([1 / 3, 0, 1 / 3, 0]) and metrics["correct"] == 0
+        assert reward == pytest.approx([0.2, 0, 0.2, 0]) and metrics["correct"] == 0
         wrong = wiki_search.call("view_page", {"page_id": "900"})
         state, reward, _ = play(env, row, [wrong, wiki_search.call("search_pages", {"query": "zz"}), "x"])
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
@@ -63,7 +63,7 @@ def test_wiki_search_reads_a_directory(tmp_path):
     env = load_environment("wiki_search", args, ROOT / "configs")
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
     state, reward, _ = play(env, env.dataset[0], [search, wiki_search.call("view_page", {"page_id": "1"}), "sicily"])
-    assert state["completion"][1]["content"] == "1: Mount Etna" and sum(reward) == pytest.approx(2 / 3)
+    assert state["completion"][1]["content"] == "1: Mount Etna" and sum(reward) == pytest.approx(0.8)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no .txt or .md pages"):
         load_environment("wiki_search", args | {"corpus": str(tmp_path / "empty")}, ROOT / "configs")
