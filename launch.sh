@@ -59,10 +59,15 @@ printf '%4096s' '' >"$ROLEMODEL_EXIT_FILE.reserve" && [ -z "${full:-}" ] || fini
 # --- devices -----------------------------------------------------------------------------------------------------------
 DEVICES=(${CUDA_VISIBLE_DEVICES:+${CUDA_VISIBLE_DEVICES//,/ }})
 [ ${#DEVICES[@]} -gt 0 ] || mapfile -t DEVICES < <(seq 0 $((GPUS - 1)))
-CORES=$(nproc) EXTRA=()
+CORES=$(nproc) EXTRA=() SERVER_ENV=()
 if [ "$GPUS" -eq 0 ]; then
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-    ARGS+=(--enforce-eager)
+    threads=$((CORES / 2 / (INF_GPUS > TP ? INF_GPUS / TP : 1)))
+    ARGS+=(--enforce-eager) SERVER_ENV=(OMP_NUM_THREADS=$((threads > 0 ? threads : 1)))
+    # One process less, and no spinning on the queue between the two. vLLM on CPU asks for "mp" to set OpenMP's threads;
+    # here the environment does. By its path, since the short name "uni" is turned into "mp".
+    [[ "$TP" -gt 1 || " ${ARGS[*]} " == *" --distributed-executor-backend "* ]] ||
+        ARGS+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
 elif [ $((INF_GPUS + TRAIN_GPUS)) -gt ${#DEVICES[@]} ]; then # shared: NCCL refuses two ranks on one device
     EXTRA+=(trainer.sync_backend=gloo)
     [[ " ${ARGS[*]} " == *" --gpu-memory-utilization "* ]] || ARGS+=(--gpu-memory-utilization 0.4)
@@ -90,7 +95,7 @@ if [ ${#URLS[@]} -eq 0 ]; then
             --worker-extension-cls configs.lib.broadcast.WeightReceiver ${TEMPLATE:+--chat-template "$TEMPLATE"} "${ARGS[@]}")
         [ "$LORA" = 1 ] && flags+=(--enable-lora --max-lora-rank "$RANK_LORA" --max-loras $((STALENESS + 2)))
         name=inference; [ "$i" = 0 ] || name+=$i
-        start "$name" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" \
+        start "$name" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" "${SERVER_ENV[@]}" \
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}"
     done
 fi

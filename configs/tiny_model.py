@@ -40,13 +40,13 @@ def make_tokenizer(tokens=()):
     return fast
 
 
-def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0):
+def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=0):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        vocab_size=vocab or len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
         num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, head_dim=32, max_position_embeddings=512,
         tie_word_embeddings=tied, bos_token_id=None, eos_token_id=0, pad_token_id=1,
     )  # fmt: skip

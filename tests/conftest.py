@@ -4,10 +4,12 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -312,9 +314,16 @@ class VLLM:
         command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs"]
         command += ["--scheduling-policy", "priority", *flags]
         command += ["--worker-extension-cls", receiver]
+        if "--tensor-parallel-size" not in flags:  # as launch.sh does
+            command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1"}
-        self.process = start(command, log, **env)
+        env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        self.scratch = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: vLLM's sockets go there
+        self.process = start(command, log, **env, TMPDIR=self.scratch)
+
+    def stop(self):
+        stop(self.process)
+        shutil.rmtree(self.scratch)
 
     def wait(self):
         wait_for(self.url, self.process, self.log)

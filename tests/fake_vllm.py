@@ -6,6 +6,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
      "slow": [50, 10.0],             every 50th takes 10 s more
      "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
+     "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
      "shift": 1,                     the server's ids of a prompt differ from the trainer's
      "sync 2": "raise"}              the second broadcast fails after its first tensor; "hang": never begins;
@@ -55,7 +56,8 @@ class Runner:
             raise RuntimeError("fault asked for: sync raises after its first tensor")
         params = dict(self.network.named_parameters())
         for name, tensor in weights_iterator:
-            params[name].copy_(tensor)
+            if not FAKE.get("discard"):
+                params[name].copy_(tensor)
 
     @torch.no_grad()
     def sample(self, ids, n, max_tokens, temperature):

@@ -35,7 +35,7 @@ def servers(models, tmp_path_factory):
     }
     yield {name: server.wait() for name, server in found.items()}
     for server in found.values():
-        stop(server.process)
+        server.stop()
 
 
 @pytest.fixture

@@ -1,0 +1,123 @@
+"""The weight broadcast of configs/lib/broadcast.py over gloo on the loopback, to a server that discards what it gets.
+
+    python broadcast.py [--quick]"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from common import config, make_model, row, tell
+
+os.environ |= {"OMP_NUM_THREADS": "1", "FAKE": json.dumps({"discard": True}), "ROLEMODEL_RUN_ID": "real"}
+
+import conftest  # starts and stops servers
+import torch
+import torch.distributed as dist
+
+from configs.lib.broadcast import WeightSender, make_group
+
+
+def shapes(layers, hidden, inner, heads, kv, vocab):
+    """Names and shapes of a Qwen3 with tied embeddings."""
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for i in range(layers):
+        for name, shape in {
+            "self_attn.q_proj": (heads * 128, hidden), "self_attn.k_proj": (kv * 128, hidden),
+            "self_attn.v_proj": (kv * 128, hidden), "self_attn.o_proj": (hidden, heads * 128),
+            "self_attn.q_norm": (128,), "self_attn.k_norm": (128,), "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }.items():  # fmt: skip
+            yield f"model.layers.{i}.{name}.weight", shape
+    yield "model.norm.weight", (hidden,)
+
+
+def make_tensors(*shape):
+    """bf16, all views of one buffer: a 4B model's need no 8 GB here."""
+    found = dict(shapes(*shape))
+    pool = torch.randn(max(torch.Size(s).numel() for s in found.values())).bfloat16()
+    return {name: pool[: torch.Size(s).numel()].view(s) for name, s in found.items()}
+
+
+def copy(rank, port, size):
+    """A plain broadcast of `size` bytes in 256 MiB parts between two processes -> s."""
+    store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
+    group = make_group(store, rank, {"backend": "gloo", "size": 2, "timeout_s": 60})
+    part = torch.ones(min(256 << 20, size), dtype=torch.uint8)
+    group.broadcast(part, 0).wait()
+    began = time.perf_counter()
+    for _ in range(max(1, size // len(part))):
+        group.broadcast(part, 0).wait()
+    return time.perf_counter() - began
+
+
+def plain(size):
+    port = conftest.free_port()
+    other = subprocess.Popen([sys.executable, __file__, "copy", str(port), str(size)])
+    seconds = copy(0, port, size)
+    assert other.wait(60) == 0
+    return size / seconds
+
+
+def one_each(sender, tensors):
+    """A request and a broadcast for each tensor -> s."""
+    began = time.perf_counter()
+    for name, tensor in tensors.items():
+        spec = {"version": 0, "tensors": [(name, list(tensor.shape), "bfloat16")], "adapter": None}
+        replies = sender.servers.rpc("receive_weights", [spec])
+        sender.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
+        [reply.result() for reply in replies]
+    return time.perf_counter() - began
+
+
+def main(quick):
+    torch.set_num_threads(1)
+    rows, small = [], (4, 128, 384, 1, 1, 102)
+    large = (8, 1024, 3072, 16, 8, 32000) if quick else (36, 2560, 9728, 32, 8, 151936)
+    with tempfile.TemporaryDirectory() as place:
+        place = Path(place)
+        model = make_model(place / "model", "0.8M")
+        log, port = place / "server.log", conftest.free_port()
+        command = [sys.executable, "tests/fake_vllm.py", "--model", model, "--port", port, "--served-model-name", "real"]
+        command += ["--dtype", "bfloat16", "--max-model-len", "512"]
+        server = conftest.start([str(x) for x in command], log)
+        try:
+            conftest.wait_for(f"http://127.0.0.1:{port}", server, log)
+            url = f'inference.urls=["http://127.0.0.1:{port}"]'
+            cfg = config(place, model, url, "trainer.dtype=bf16", "trainer.max_sync_dlogp=1e9")
+            (place / "bench").mkdir()
+            sender = WeightSender(cfg, place / "bench", torch.device("cpu"))
+            for shape, repeats in ((small, 5), (large, 1 if not quick else 2)):
+                sender.names, tensors, syncs, copies = set(), make_tensors(*shape), [], []
+                size = sum(t.nbytes for t in tensors.values())
+                for version in range(repeats):
+                    copies.append(plain(size))
+                    began = time.perf_counter()
+                    sender.send(version, tensors, [[8, 9]], [0.0], 0)
+                    syncs.append(time.perf_counter() - began)
+                copies.append(plain(size))
+                sync, copied, single = statistics.median(syncs), statistics.median(copies), one_each(sender, tensors)
+                about = f"broadcast, {size / 2e9:.1g}B parameters, {len(tensors)} tensors"
+                rows.append(row(about, sync, "s"))
+                rows.append(row(f"{about}: one request per tensor", single, "s"))
+                rows.append(row(f"{about}: times faster than that", single / sync, "x", ">= 10"))
+                if shape == large:
+                    rows.append(row(f"{about}: rate", size / sync / 1e9, "GB/s"))
+                    rows.append(row(f"{about}: a plain copy over gloo", copied / 1e9, "GB/s"))
+                    rows.append(row(f"{about}: share of that", size / sync / copied, "x", ">= 0.7"))
+        finally:
+            conftest.stop(server)
+    tell(rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["copy"]:
+        copy(1, int(sys.argv[2]), int(sys.argv[3]))
+    else:
+        main("--quick" in sys.argv)

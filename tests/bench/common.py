@@ -1,0 +1,74 @@
+"""What the parts of tools/bench.py share: models and rollouts made on the spot, configurations, memory, rows."""
+
+import json
+import math
+import os
+import random
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(sys.path[:4])}
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+SHAPES = {"0.8M": (4, 128, 102), "58M": (8, 512, 32000)}  # layers, hidden, vocabulary
+
+
+def row(measure, value, unit, target=""):
+    """A line of the table; target: "", or a comparison such as ">= 5" with the value."""
+    sign, _, limit = target.partition(" ")
+    met = {"": None, ">=": value >= float(limit or 0), "<=": value <= float(limit or 0)}[sign]
+    return {"measure": measure, "value": value, "unit": unit, "target": target, "met": met}
+
+
+def tell(rows):
+    """What tools/bench.py reads: the last line."""
+    print("\n" + json.dumps(rows), flush=True)
+
+
+def make_model(path, shape):
+    import tiny_model
+
+    layers, hidden, vocab = SHAPES[shape]
+    tiny_model.make_model(path, tiny_model.make_tokenizer(), layers, hidden, vocab=vocab)
+    return path
+
+
+def config(path, model, *overrides):
+    """A checked configuration of full fine-tuning in fp32, of which the parts change what they measure."""
+    from configs.lib.runtime import load_config
+
+    (path / "bench.toml").write_text(f'model = "{model}"\n[env]\nid = "bench_env"\n')
+    plain = ("trainer.dtype=fp32", "trainer.use_lora=false", "trainer.gradient_checkpointing=false", "max_seq_len=512")
+    return load_config(path / "bench.toml", [f"output_dir={path}", *plain, "trainer.loss=grpo", *overrides])
+
+
+def rollouts(num, seed=0):
+    """[(prompt length, completion length)]: prompts of 20 tokens, completions log-normal, sigma 0.9, mean 40, max 256."""
+    rng = random.Random(seed)
+    return [(20, max(1, min(256, round(rng.lognormvariate(math.log(40) - 0.405, 0.9))))) for _ in range(num)]
+
+
+def make_batch(path, lens, vocab, seed=0):
+    """A batch file of such lengths, random tokens, advantages and logprobs -> Batch."""
+    from configs.lib.batch import load_batch, save_batch
+
+    rng = random.Random(seed)
+    samples = [{
+        "tokens": [rng.randrange(8, min(vocab, 32000)) for _ in range(p + c)], "mask": [0] * p + [1] * c,
+        "logp": [0.0] * p + [-math.log(vocab)] * c, "turns": [0] * (p + c), "advantage": rng.uniform(-1, 1), "age": 0,
+    } for p, c in lens]  # fmt: skip
+    file = path / f"{len(lens)}_{vocab}.safetensors"
+    save_batch(file, samples, {"rollouts": len(lens), "max_tokens": 256})
+    return load_batch(file)
+
+
+def resident(peak=False):
+    """MiB of this process."""
+    key = "VmHWM:" if peak else "VmRSS:"
+    return int(Path("/proc/self/status").read_text().split(key)[1].split()[0]) / 1024
+
+
+def reset_peak():
+    Path("/proc/self/clear_refs").write_text("5")
