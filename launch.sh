@@ -43,12 +43,12 @@ read -r owner old_tag old_scratch <"$RUN_DIR/.lock"
 patience=20 # s, for the janitor of the last attempt
 [ "${owner:-$$}" = $$ ] || ! grep -qs launch.sh "/proc/$owner/cmdline" || patience=0
 flock -w $patience 9 || { echo "[launch] exit=2 $RUN_DIR belongs to a run under way (process $owner): choose another run_name" >&2; exit 2; }
-if [ -n "$old_tag" ]; then sweep KILL "$old_tag"; [[ $old_scratch != */rolemodel.?????? ]] || rm -rf "$old_scratch"; fi
+if [ -n "$old_tag" ]; then sweep KILL "$old_tag" "$old_scratch"; [[ $old_scratch != */rolemodel.?????? ]] || rm -rf "$old_scratch"; fi
 echo "$$ $TAG $SCRATCH" >"$RUN_DIR/.lock"
 # The janitor, in a session of its own: it reads until this launcher is gone, even by kill -9, then cleans up.
 exec 8> >(exec setsid bash -c "$(declare -f sweep)"'
     trap "" INT TERM HUP; cat >/dev/null
-    sweep KILL "$1"; rm -rf "$2" "$3"/{,batches/,checkpoints/}*.tmp "$3"/{adapters,eval_hold,exit.json.reserve}' \
+    sweep KILL "$1" "$2"; rm -rf "$2" "$3"/{,batches/,checkpoints/}*.tmp "$3"/{adapters,eval_hold,exit.json.reserve}' \
     janitor "$TAG" "$SCRATCH" "$RUN_DIR" 2>/dev/null)
 for file in config.toml identity.json; do
     cp "$SCRATCH/$file" "$RUN_DIR/$file.tmp" && mv "$RUN_DIR/$file.tmp" "$RUN_DIR/$file" || full=1

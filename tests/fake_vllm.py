@@ -16,7 +16,6 @@ Like vLLM's server it has an engine process; without it, it answers /health and 
 
 import argparse
 import asyncio
-import ctypes
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import setproctitle
 import torch
 from aiohttp import web
 
@@ -89,7 +89,7 @@ def start_engine():
     """-> its pid. It has nothing to do but to be there."""
     if pid := os.fork():
         return pid
-    ctypes.CDLL(None).prctl(15, b"VLLM::EngineCore", 0, 0, 0)  # PR_SET_NAME
+    setproctitle.setproctitle("VLLM::EngineCore")  # as vLLM does; it overwrites /proc/self/environ
     while True:
         time.sleep(3600)
 

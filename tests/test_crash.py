@@ -48,7 +48,7 @@ class Run:
     def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), port=0, **variables):
         self.dir, self.port = path / (toml.stem if toml else "run"), port or free_port()
         self.scratch = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-        self.tags = set()
+        self.tags, self.sessions = set(), set()
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
         toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
@@ -83,13 +83,14 @@ class Run:
         for place in Path("/proc").glob("[0-9]*"):
             try:
                 environ, command = (place / "environ").read_bytes(), (place / "cmdline").read_bytes().decode()
-                name = (place / "comm").read_text()
+                name, stat = (place / "comm").read_text(), (place / "stat").read_text()
             except OSError:
                 continue
-            pid = int(place.name)
-            if not set(tags) & set(environ.split(b"\0")) and (
-                str(self.dir.parent) not in command or pid == os.getpid()
-            ):
+            pid, (state, _, _, session, *_) = int(place.name), stat.rpartition(")")[2].split()
+            if set(tags) & set(environ.split(b"\0")):
+                self.sessions.add(session)  # known from here on: an engine's title overwrites its environment
+            is_ours = session in self.sessions or (str(self.dir.parent) in command and pid != os.getpid())
+            if not is_ours or state == "Z":
                 continue
             if name.startswith("VLLM::"):
                 found["engine"] = pid

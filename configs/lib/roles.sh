@@ -1,10 +1,17 @@
 # Sourced by launch.sh: how a role is started, how all of them are ended, and what is said about it.
 # Uses its PID, TAG, SCRATCH, CONSOLE, RUN_DIR, LOGS, PY, GIVEN.
 
-sweep() { # signal, tag
-    local pids
+# Signals whatever carries the tag in its environment, and, in the sessions of the roles, what has overwritten its own
+# (vLLM's engine does, by the title that it gives itself).
+sweep() { # signal, tag, scratch
+    local pids pid session
     for _ in 1 2 3 4 5; do
-        mapfile -t pids < <(grep -lszxF "ROLEMODEL_TAG=$2" /proc/[0-9]*/environ | cut -d/ -f3)
+        mapfile -t pids < <(grep -lszxF "ROLEMODEL_TAG=$2" /proc/[0-9]*/environ | cut -d/ -f3
+            for session in $(cat "$3/sessions" 2>/dev/null); do
+                grep -lsE "^[0-9]+ \(.*\) [^Z] [0-9]+ [0-9]+ $session " /proc/[0-9]*/stat | cut -d/ -f3 | while read -r pid; do
+                    [ -n "$(tr -d '\0' 2>/dev/null <"/proc/$pid/environ")" ] || echo "$pid"
+                done
+            done)
         [ ${#pids[@]} -eq 0 ] && return
         kill -"$1" "${pids[@]}" 2>/dev/null
         [ "$1" = KILL ] || return 0
@@ -16,6 +23,7 @@ start() { # role, command... in a process group of its own
     echo "=== $(date -Is) $*" | sed -E 's/((key|token|secret|password)[= ])[^ ]+/\1REDACTED/gI' >>"$LOGS/$role.log"
     setsid env ROLEMODEL_TAG="$TAG" TMPDIR="$SCRATCH" PYTHONFAULTHANDLER=1 "$@" >>"$LOGS/$role.log" 2>&1 8>&- 9>&- &
     PID[$role]=$!
+    echo $! >>"$SCRATCH/sessions"
 }
 reached() { cat "$RUN_DIR/version" 2>/dev/null || echo -1; }
 is_dead() { # pid; also where its parent has not noticed
@@ -24,9 +32,9 @@ is_dead() { # pid; also where its parent has not noticed
 }
 finish() { # code, last line
     local code=$1 last=$2 version name alive
-    trap 'echo "$last" >&2; sweep KILL "$TAG"; exit $code' INT TERM HUP # the second Ctrl-C
+    trap 'echo "$last" >&2; sweep KILL "$TAG" "$SCRATCH"; exit $code' INT TERM HUP # the second Ctrl-C
     [ -z "${CONSOLE:-}" ] || kill "$CONSOLE" 2>/dev/null
-    if [ "$code" = 3 ]; then sweep ABRT "$TAG"; sweep CONT "$TAG" # stacks of all threads into the logs
+    if [ "$code" = 3 ]; then sweep ABRT "$TAG" "$SCRATCH"; sweep CONT "$TAG" "$SCRATCH" # stacks of all threads into the logs
     else for name in "${!PID[@]}"; do kill -TERM -- "-${PID[$name]}" 2>/dev/null; done; fi
     for _ in $(seq 50); do
         alive=0
@@ -34,7 +42,7 @@ finish() { # code, last line
         [ $alive = 1 ] || break
         sleep 0.1
     done
-    sweep KILL "$TAG"
+    sweep KILL "$TAG" "$SCRATCH"
     [ "$code" = 0 ] && echo "$last" || echo "$last" >&2
     if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && version=$(reached) && [ "$version" -gt "${ROLEMODEL_REACHED:--1}" ]; then
         echo "[launch] restart after version $version, $((MAX_RESTARTS - 1)) left" >&2

@@ -1,6 +1,6 @@
 """The weight broadcast of configs/lib/broadcast.py over gloo on the loopback, to a server that discards what it gets.
 
-    python broadcast.py [--quick]"""
+python broadcast.py [--quick]"""
 
 import json
 import os
@@ -84,7 +84,16 @@ def main(quick):
         place = Path(place)
         model = make_model(place / "model", "0.8M")
         log, port = place / "server.log", conftest.free_port()
-        command = [sys.executable, "tests/fake_vllm.py", "--model", model, "--port", port, "--served-model-name", "real"]
+        command = [
+            sys.executable,
+            "tests/fake_vllm.py",
+            "--model",
+            model,
+            "--port",
+            port,
+            "--served-model-name",
+            "real",
+        ]
         command += ["--dtype", "bfloat16", "--max-model-len", "512"]
         server = conftest.start([str(x) for x in command], log)
         try:

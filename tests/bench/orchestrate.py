@@ -1,6 +1,6 @@
 """orchestrator.py against a server that answers at once: rollouts a second on one core, 1,024 in flight.
 
-    python orchestrate.py [--quick]"""
+python orchestrate.py [--quick]"""
 
 import json
 import os
@@ -35,7 +35,15 @@ def serve(place, tokenizer, core):
         replies[f"/v1/chat/completions {n}"] = {"choices": choices, "prompt_token_ids": prompt}
     (place / "replies.json").write_text(json.dumps(replies))
     port = conftest.free_port()
-    command = ["taskset", "-c", str(core), sys.executable, "tests/bench/instant.py", str(port), str(place / "replies.json")]
+    command = [
+        "taskset",
+        "-c",
+        str(core),
+        sys.executable,
+        "tests/bench/instant.py",
+        str(port),
+        str(place / "replies.json"),
+    ]
     process = conftest.start(command, place / "instant.log")
     time.sleep(1)
     return process, port

@@ -123,7 +123,9 @@ def main(quick):
         rows.append(row(f"train {shape}: ours / bare hand-packed loop", ratio, "x", ">= 0.95"))
         rows.append(row(f"train {shape}, bf16 on CPU", tokens / bf16, "tokens/s"))
     tokens = 4096 if quick else 16384
-    rows.append(row(f"head, vocabulary 151,936, {tokens:,} tokens: extra memory", child("head", tokens) / 1024, "GiB", "<= 1.5"))
+    rows.append(
+        row(f"head, vocabulary 151,936, {tokens:,} tokens: extra memory", child("head", tokens) / 1024, "GiB", "<= 1.5")
+    )
     rows.append(row("  the full logits in fp32 would be", tokens * 151936 * 4 / 2**30, "GiB"))
     tell(rows)
 
