@@ -110,7 +110,7 @@ start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$TRAIN_GPUS")" OMP_NUM
 
 # --- watch: any end before the run is done is a failure, whatever the exit code -----------------------------------------
 tail --pid=$$ -q -n 0 -F "$LOGS/trainer.log" "$LOGS/orchestrator.log" 2>/dev/null 8>&- 9>&- |
-    grep --line-buffered -E '^(step|eval|batch|warning:?) ' 8>&- 9>&- &
+    grep --line-buffered -E '^(step|eval|batch|warning:?|time:) ' 8>&- 9>&- &
 CONSOLE=$!
 begun=$SECONDS engines=() waits_since=$SECONDS worked=''
 while :; do

@@ -31,7 +31,7 @@ from configs.lib.attention import packed_attention
 from configs.lib.batch import load_batch, replace_advantages
 from configs.lib.broadcast import WeightSender
 from configs.lib.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_final
-from configs.lib.metrics import log_step, speed
+from configs.lib.metrics import log_step, speed, where_time_goes
 from configs.lib.pack import canary, collate, pack
 from configs.lib.process import fault, run_role, start_distributed
 from configs.lib.runtime import RunError, arguments, cut_lines, identity, run_directory
@@ -68,11 +68,40 @@ def add_lora(model, cfg):
             m.lora_B = nn.Parameter(torch.zeros(m.out_features, cfg.lora_rank))
 
 
-class Policy(nn.Module):
-    """A Hugging Face causal LM that returns log-probabilities of given tokens. The head runs inside this forward, over
-    CHUNK tokens at a time and again in backward: no full [N, V] tensor exists, and FSDP2 holds the head's weight."""
+class TokenLogp(torch.autograd.Function):
+    """logits_NV, target_N -> logp_N of the targets, entropy_N. One node for both, which keeps the logits and makes one
+    more [N, V] tensor: autograd's own graph keeps four, those of an unused entropy until long after the backward."""
 
-    CHUNK = 1024
+    @staticmethod
+    def forward(ctx, logits_NV, target_N):
+        highest_N1 = logits_NV.amax(-1, keepdim=True)
+        exp_NV = (logits_NV - highest_N1).exp_()
+        sum_N = exp_NV.sum(-1)
+        lse_N = highest_N1[:, 0] + sum_N.log()
+        entropy_N = lse_N - torch.einsum("nv,nv->n", exp_NV, logits_NV) / sum_N
+        ctx.save_for_backward(logits_NV, target_N, lse_N, entropy_N)
+        ctx.set_materialize_grads(False)
+        return logits_NV.gather(-1, target_N[:, None])[:, 0] - lse_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, dlogp_N, dentropy_N):
+        """d logp = onehot - p; d entropy = -p (log p + entropy), for a loss that has a use for it."""
+        logits_NV, target_N, lse_N, entropy_N = ctx.saved_tensors
+        log_p_NV = logits_NV - lse_N[:, None]
+        weight_NV = torch.zeros_like(lse_N)[:, None] if dlogp_N is None else -dlogp_N[:, None]
+        if dentropy_N is not None:
+            weight_NV = weight_NV - dentropy_N[:, None] * (log_p_NV + entropy_N[:, None])
+        grad_NV = log_p_NV.exp_().mul_(weight_NV)
+        if dlogp_N is not None:
+            grad_NV.scatter_add_(-1, target_N[:, None], dlogp_N[:, None])
+        return grad_NV, None
+
+
+class Policy(nn.Module):
+    """A Hugging Face causal LM that returns log-probabilities of given tokens. The head runs inside this forward, where
+    FSDP2 holds its weight; above CHUNK logits in parts, and again in backward: no full [N, V] tensor exists."""
+
+    CHUNK = 1 << 26  # 256 MiB in fp32, of which there are a few at a time
 
     def __init__(self, model):
         super().__init__()
@@ -84,15 +113,17 @@ class Policy(nn.Module):
         logits_NV = self.model.get_output_embeddings()(hidden_ND).float() * self.scale
         if self.softcap:
             logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
-        log_p_NV = (logits_NV / temperature_N[:, None]).log_softmax(-1)
-        return log_p_NV.gather(-1, target_N[:, None])[:, 0], -(log_p_NV.exp() * log_p_NV).sum(-1)
+        return TokenLogp.apply(logits_NV / temperature_N[:, None], target_N)
 
     def forward(self, micro):
         """-> logp_N, entropy_N of the micro-batch's loss tokens; fp32, nats, at the sampling temperature."""
         row = {"input_ids": micro["ids_T"][None], "position_ids": micro["position_T"][None], "use_cache": False}
         hidden_TD = self.model.base_model(**row, packing=(micro["lens"], micro["cu_lens"])).last_hidden_state[0]
         parts = (hidden_TD[micro["index_N"]], micro["target_N"], micro["temperature_N"])
-        chunks = zip(*(x.split(self.CHUNK) for x in parts))
+        size = max(1, self.CHUNK // self.model.config.get_text_config().vocab_size)
+        if len(parts[0]) <= size:
+            return self.head(*parts)
+        chunks = zip(*(x.split(size) for x in parts))
         logp, entropy = zip(*(checkpoint(self.head, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)
 
@@ -358,6 +389,8 @@ def main(argv):
             log_step(run_dir, step - 1, last, metrics, started, waited)
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank)
+    if sender:
+        print(where_time_goes(run_dir, sender.servers.metrics()), flush=True)
     write_final(run_dir, dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)), policy.model, cfg, rank)
     dist.destroy_process_group()
 

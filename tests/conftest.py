@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 

@@ -207,10 +207,30 @@ def test_pack_keeps_budget_and_every_sample():
             assert all([lens[i] for i in b] == sorted(lens[i] for i in b) for b in bins)
 
 
-def test_chunked_head_is_a_full_log_softmax(make_cfg, tmp_path, monkeypatch):
+def test_logp_and_entropy_have_their_true_gradients():
+    """Each alone, and both: what is not used costs nothing, and changes nothing."""
+    logits, target = torch.randn(5, 11, dtype=torch.float64, requires_grad=True), torch.tensor([0, 3, 3, 10, 7])
+    logp, entropy = trainer.TokenLogp.apply(logits, target)
+    expected = logits.log_softmax(-1)
+    torch.testing.assert_close(logp, expected[range(5), target])
+    torch.testing.assert_close(entropy, -(expected.exp() * expected).sum(-1))
+    for part in (lambda pair: pair, lambda pair: pair[0], lambda pair: pair[1]):
+        assert torch.autograd.gradcheck(lambda x: part(trainer.TokenLogp.apply(x, target)), (logits,))  # noqa: B023
+
+
+def test_the_head_keeps_no_logits(monkeypatch):
+    """Memory of forward and backward does not grow with the number of tokens, whether or not entropy is used."""
+    import step
+
+    monkeypatch.setattr(trainer.Policy, "CHUNK", 1 << 23)  # 32 MiB; all logits at once would be 1 GiB
+    assert step.head(8192, vocab=32768) < 300
+
+
+@pytest.mark.parametrize("chunk", [7 * 102, 1 << 26])
+def test_chunked_head_is_a_full_log_softmax(chunk, make_cfg, tmp_path, monkeypatch):
     cfg, batch = make_cfg(), batch_of(tmp_path, make_samples(8) + [make_samples(1, seed=9)[0] | {"temperature": 0.7}])
     policy = trainer.build_policy(cfg, CPU, 1).eval()
-    monkeypatch.setattr(trainer.Policy, "CHUNK", 7)
+    monkeypatch.setattr(trainer.Policy, "CHUNK", chunk)
     micro = trainer.collate(batch, list(range(9)), CPU)
     logp_N, entropy_N = policy(micro)
     (logp_N.sum() + entropy_N.sum()).backward()

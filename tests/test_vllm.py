@@ -9,7 +9,7 @@ import time
 import httpx
 import pytest
 import torch
-from conftest import ROOT, VLLM, lines, stop
+from conftest import ROOT, VLLM, lines
 
 import orchestrator
 import trainer

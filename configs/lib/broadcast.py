@@ -209,6 +209,11 @@ class Servers:
     def post_all(self, path, body=None):
         return [call.result() for call in [self.pool.submit(self.post, url, path, body) for url in self.urls]]
 
+    def metrics(self):
+        """The text of each server's /metrics, "" where it has none."""
+        replies = [self.http.get(f"{url}/metrics") for url in self.urls]
+        return [reply.text if reply.status_code == 200 else "" for reply in replies]
+
     def rpc(self, method, specs):
         """Starts method(spec) in every worker of every server, one spec each -> futures of the workers' replies."""
 

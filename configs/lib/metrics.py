@@ -76,9 +76,10 @@ def speed(policy, lens, t, seconds, world):
     is_cuda = torch.cuda.is_available()
     peak = [v for k, v in PEAK_FLOPS.items() if is_cuda and k in torch.cuda.get_device_name()]
     c, num = policy.model.config.get_text_config(), sum(p.numel() for p in policy.parameters())
-    flops = (4 if t.use_lora else 6) * num * sum(lens) + 6 * c.num_hidden_layers * c.hidden_size * sum(
-        n * n for n in lens
-    )
+    if not c.tie_word_embeddings:
+        num -= c.vocab_size * c.hidden_size  # a look-up is no arithmetic
+    width = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+    flops = (4 if t.use_lora else 6) * num * sum(lens) + 6 * c.num_hidden_layers * width * sum(n * n for n in lens)
     rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return {
         "perf/tokens_per_s": t.updates_per_batch * sum(lens) / seconds,
@@ -94,6 +95,40 @@ SHOWN = {
     "sync": ("time/sync_s", "{:.2f} s"), "speed": ("perf/tokens_per_s", "{:,.0f} tok/s"),
     "peak": ("perf/peak_gib", "{:.1f} GiB"),
 }  # fmt: skip
+
+LIMIT = 0.15  # of the time: what takes more than this and is no training has a remedy
+
+
+def where_time_goes(run_dir, pages):
+    """One sentence on a run, and what to change. pages: the text of each server's /metrics, "" where it has none."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    parts = {k: sum(m.get(f"time/{k}_s") or 0 for m in lines) for k in ("step", "train", "wait_batch", "sync")}
+    if not (whole := parts.pop("step")):
+        return ""
+    train, wait, sync = (seconds / whole for seconds in parts.values())
+
+    def counted(name):
+        found = [line.split() for page in pages for line in page.splitlines() if line.startswith(f"vllm:{name}")]
+        return sum(float(words[-1]) for words in found if words[0].partition("{")[0] == f"vllm:{name}")
+
+    latency, asked = counted("e2e_request_latency_seconds_sum"), counted("prefix_cache_queries_total")
+    queue = counted("request_queue_time_seconds_sum") / latency if latency else 0.0
+    server = ""
+    if latency:
+        server = (
+            f"; servers: {counted('generation_tokens_total') / whole:,.0f} tokens/s, {queue:.0%} of a request's time "
+        )
+        server += f"in their queue, {counted('prefix_cache_hits_total') / max(asked, 1):.0%} of prompt tokens cached, "
+        server += f"{counted('num_preemptions_total'):.0f} preemptions"
+    if wait > LIMIT:
+        remedy = "raise inference.gpus" if queue > LIMIT else "raise orchestrator.max_concurrent or max_staleness"
+    elif sync > LIMIT:
+        remedy = "make steps longer (orchestrator.batch_size, trainer.updates_per_batch), or train adapters in 16 bits"
+    else:
+        remedy = "training is the limit: raise trainer.gpus or micro_batch_size, or do without gradient_checkpointing"
+    shares = f"the trainer trained {train:.0%}, waited {wait:.0%} for rollouts and synced {sync:.0%} of {whole:.0f} s"
+    return f"time: {shares}{server}; {remedy}"
+
 
 KL_WARNING = 0.05  # nats; on one set of weights the two engines agree far better, and a version or two adds little
 

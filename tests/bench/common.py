@@ -41,11 +41,12 @@ def config(path, model, *overrides):
 
     (path / "bench.toml").write_text(f'model = "{model}"\n[env]\nid = "bench_env"\n')
     plain = ("trainer.dtype=fp32", "trainer.use_lora=false", "trainer.gradient_checkpointing=false", "max_seq_len=512")
+    plain += ("orchestrator.sampling.max_tokens=16",)
     return load_config(path / "bench.toml", [f"output_dir={path}", *plain, "trainer.loss=grpo", *overrides])
 
 
 def rollouts(num, seed=0):
-    """[(prompt length, completion length)]: prompts of 20 tokens, completions log-normal, sigma 0.9, mean 40, max 256."""
+    """[(prompt length, completion length)]: 20, and log-normal with sigma 0.9, mean 40, at most 256 tokens."""
     rng = random.Random(seed)
     return [(20, max(1, min(256, round(rng.lognormvariate(math.log(40) - 0.405, 0.9))))) for _ in range(num)]
 

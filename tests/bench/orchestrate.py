@@ -62,7 +62,8 @@ def one(how, batches, core):
         model = make_model(place / "model", "0.8M")
         process, port = serve(place, AutoTokenizer.from_pretrained(model), (core + 1) % os.cpu_count())
         cfg = config(
-            place, model, f'inference.urls=["http://127.0.0.1:{port}"]', f"env.args.one_each={str(how == 'one').lower()}",
+            place, model, f'inference.urls=["http://127.0.0.1:{port}"]',
+            f"env.args.one_each={str(how == 'one').lower()}",
             f"max_steps={batches}", f"orchestrator.batch_size={BATCH}", "orchestrator.sampling.max_tokens=32",
         )  # fmt: skip
         marks = []

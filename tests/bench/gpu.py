@@ -1,0 +1,122 @@
+"""Training steps at Qwen3's shapes with random weights on one GPU: tokens/s, model FLOPs utilisation, peak memory.
+
+    python gpu.py          # without a GPU: "not measured"
+    python gpu.py --toy    # the same code at toy size, on any device
+
+bf16, one packed row per micro-batch. Beside it what prime-rl publishes for one H100, recomputing activations."""
+
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import config, make_batch, row, tell
+
+SHAPES = {  # layers, hidden, inner, heads, key-value heads, vocabulary
+    "0.6B": (28, 1024, 3072, 16, 8, 151936),
+    "4B": (36, 2560, 9728, 32, 8, 151936),
+    "toy": (2, 64, 128, 2, 1, 512),
+}
+PUBLISHED = {("0.6B", False, 16384): 11900, ("0.6B", True, 16384): 13300, ("4B", True, 16384): 6200}  # tokens/s
+GOAL = {("0.6B", False, 16384): 3, ("4B", True, 16384): 2}
+
+
+def make_policy(cfg, shape, device):
+    """build_policy with random weights made on the device, instead of a directory of 8 GB."""
+    import transformers
+
+    import trainer
+
+    layers, hidden, inner, heads, kv, vocab = SHAPES[shape]
+    c = transformers.Qwen3Config(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
+        num_key_value_heads=kv, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
+    )  # fmt: skip
+
+    def random_model(path, dtype, attn_implementation):
+        with device:
+            return transformers.AutoModelForCausalLM.from_config(
+                c, dtype=dtype, attn_implementation=attn_implementation
+            )
+
+    kept = transformers.AutoModelForCausalLM.from_pretrained
+    transformers.AutoModelForCausalLM.from_pretrained = random_model
+    try:
+        return trainer.build_policy(cfg, device, 1)
+    finally:
+        transformers.AutoModelForCausalLM.from_pretrained = kept
+
+
+def measure(shape, lora, recompute, tokens, steps=4):
+    """-> s of the median training step on `tokens` in samples of up to 4,096, metrics of the last."""
+    import torch
+
+    import trainer
+    from configs.lib.process import start_distributed
+
+    each = min(4096, tokens)
+    with tempfile.TemporaryDirectory() as place:
+        cfg = config(
+            Path(place), "random", "trainer.dtype=bf16", f"trainer.use_lora={str(lora).lower()}",
+            f"trainer.gradient_checkpointing={str(recompute).lower()}", f"max_seq_len={tokens}",
+            "trainer.micro_batch_size=1",
+        )  # fmt: skip
+        batch = make_batch(Path(place), [(each // 8, each - each // 8)] * (tokens // each), SHAPES[shape][-1])
+    rank, world, device = start_distributed(cfg)
+    policy = make_policy(cfg, shape, device)
+    params = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(params, 1e-5, weight_decay=0.0, fused=True)
+    found = []
+    for step in range(steps):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        metrics = trainer.train_step(policy, None, optimizer, batch, step, cfg, rank, world, device)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(metrics | {"seconds": time.perf_counter() - began})
+    torch.distributed.destroy_process_group()
+    return statistics.median_low(m["seconds"] for m in found[1:]), found[-1]
+
+
+def main(toy):
+    import torch
+
+    if not toy and not torch.cuda.is_available():
+        return tell([])
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    cases = itertools.product(
+        ["toy"] if toy else ["0.6B", "4B"], [False, True], [True, False], [256] if toy else [16384, 65536]
+    )
+    rows = []
+    for shape, lora, recompute, tokens in cases:
+        how = f"{'LoRA' if lora else 'full'}, {'recompute' if recompute else 'no recompute'}"
+        about = f"{name}: {shape}, {how}, {tokens:,} tokens"
+        try:
+            seconds, metrics = measure(shape, lora, recompute, tokens)
+        except torch.OutOfMemoryError:
+            rows.append(row(f"{about}: out of memory", 0, ""))
+            torch.distributed.destroy_process_group()
+            torch.cuda.empty_cache()
+            continue
+        rate, published = tokens / seconds, PUBLISHED.get((shape, lora, tokens)) if recompute else None
+        rows.append(row(about, rate, "tokens/s"))
+        if metrics["perf/mfu"]:
+            mfu = metrics["perf/mfu"] * metrics["time/train_s"] / seconds
+            rows.append(row("  model FLOPs utilisation", 100 * mfu, "%", ">= 45" if shape == "4B" and lora else ""))
+        rows.append(row("  peak memory", metrics["perf/peak_gib"], "GiB"))
+        if published:
+            goal = GOAL.get((shape, lora, tokens))
+            rows.append(row("  of prime-rl's on one H100", rate / published, "x", f">= {goal}" if goal else ""))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    tell(rows)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    main("--toy" in sys.argv)
