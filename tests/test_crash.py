@@ -313,6 +313,7 @@ def test_weights_that_are_not_finite_are_neither_sent_nor_written(value, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, models, fake_servers, tmp_path):
     """Random sleeps before each: a gather of the ranks and the broadcast to the server never wait for each other."""
     make_cfg("max_steps=300")
