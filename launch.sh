@@ -63,7 +63,8 @@ CORES=$(nproc) EXTRA=() SERVER_ENV=()
 if [ "$GPUS" -eq 0 ]; then
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
     threads=$((CORES / 2 / (INF_GPUS > TP ? INF_GPUS / TP : 1)))
-    ARGS+=(--enforce-eager) SERVER_ENV=(OMP_NUM_THREADS=$((threads > 0 ? threads : 1)))
+    # Eager, and without the one function that vLLM compiles all the same: a minute of g++ at the first logprobs.
+    ARGS+=(--enforce-eager) SERVER_ENV=(OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) TORCH_COMPILE_DISABLE=1)
     # One process less, and no spinning on the queue between the two. vLLM on CPU asks for "mp" to set OpenMP's threads;
     # here the environment does. By its path, since the short name "uni" is turned into "mp".
     [[ "$TP" -gt 1 || " ${ARGS[*]} " == *" --distributed-executor-backend "* ]] ||

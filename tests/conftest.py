@@ -318,6 +318,7 @@ class VLLM:
             command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
         env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        env["TORCH_COMPILE_DISABLE"] = "1"
         self.scratch = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: vLLM's sockets go there
         self.process = start(command, log, **env, TMPDIR=self.scratch)
 

@@ -36,13 +36,13 @@ finish() { # code, last line
     [ -z "${CONSOLE:-}" ] || kill "$CONSOLE" 2>/dev/null
     if [ "$code" = 3 ]; then sweep ABRT "$TAG" "$SCRATCH"; sweep CONT "$TAG" "$SCRATCH" # stacks of all threads into the logs
     else for name in "${!PID[@]}"; do kill -TERM -- "-${PID[$name]}" 2>/dev/null; done; fi
-    for _ in $(seq 50); do
+    { for _ in $(seq 50); do
         alive=0
-        for name in "${!PID[@]}"; do kill -0 -- "-${PID[$name]}" 2>/dev/null && alive=1; done
+        for name in "${!PID[@]}"; do kill -0 -- "-${PID[$name]}" && alive=1; done
         [ $alive = 1 ] || break
         sleep 0.1
     done
-    sweep KILL "$TAG" "$SCRATCH"
+    sweep KILL "$TAG" "$SCRATCH"; sleep 0.1; } 2>/dev/null # bash tells of each that it was killed
     [ "$code" = 0 ] && echo "$last" || echo "$last" >&2
     if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && version=$(reached) && [ "$version" -gt "${ROLEMODEL_REACHED:--1}" ]; then
         echo "[launch] restart after version $version, $((MAX_RESTARTS - 1)) left" >&2
