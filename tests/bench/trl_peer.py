@@ -24,7 +24,7 @@ def options(**more):
     return GRPOConfig(
         output_dir="/tmp/trl", report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, beta=0.0,
         scale_rewards="none", lr_scheduler_type="constant", warmup_steps=0, save_strategy="no", shuffle_dataset=False,
-        temperature=1.0, logging_strategy="no", disable_tqdm=True, weight_decay=0.0, adam_beta2=0.95, **more,
+        temperature=1.0, logging_strategy="no", disable_tqdm=True, weight_decay=0.0, adam_beta2=0.999, **more,
     )  # fmt: skip
 
 
