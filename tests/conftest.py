@@ -51,6 +51,16 @@ micro_batch_size = 8
 """
 
 
+GIT = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["true"]
+COMMIT = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+def some(cases, num):
+    """All with --all; `num` of them else, chosen by the commit."""
+    chosen = set(map(str, random.Random(COMMIT).sample(list(cases), num)))
+    return [case if str(case) in chosen else pytest.param(case, marks=pytest.mark.long) for case in cases]
+
+
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, free_port, lines, write_run
+from conftest import COMMIT, ROOT, free_port, lines, some, write_run
 from safetensors.torch import load_file
 
 from configs.lib import client
@@ -32,14 +32,6 @@ OVERRIDES = (
     f"max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "trainer.gpus=2", "orchestrator.max_staleness=0",
     "eval.every=2",
 )  # fmt: skip
-GIT = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["true"]
-COMMIT = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True).stdout
-
-
-def some(cases, num):
-    """All with --all; `num` of them else, chosen by the commit."""
-    chosen = set(map(str, random.Random(COMMIT).sample(list(cases), num)))
-    return [case if str(case) in chosen else pytest.param(case, marks=pytest.mark.long) for case in cases]
 
 
 class Run:
