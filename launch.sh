@@ -62,12 +62,12 @@ DEVICES=(${CUDA_VISIBLE_DEVICES:+${CUDA_VISIBLE_DEVICES//,/ }})
 CORES=$(nproc) EXTRA=() SERVER_ENV=()
 if [ "$GPUS" -eq 0 ]; then
     export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-    threads=$((CORES / 2 / (INF_GPUS > TP ? INF_GPUS / TP : 1)))
+    threads=${OMP_NUM_THREADS:-$((CORES / 2 / (INF_GPUS > TP ? INF_GPUS / TP : 1)))}
     # Eager, and without the one function that vLLM compiles all the same: a minute of g++ at the first logprobs.
     ARGS+=(--enforce-eager) SERVER_ENV=(OMP_NUM_THREADS=$((threads > 0 ? threads : 1)) TORCH_COMPILE_DISABLE=1)
     # One process less, and no spinning on the queue between the two. vLLM on CPU asks for "mp" to set OpenMP's threads;
     # here the environment does. By its path, since the short name "uni" is turned into "mp".
-    [[ "$TP" -gt 1 || " ${ARGS[*]} " == *" --distributed-executor-backend "* ]] ||
+    [[ "$TP" -gt 1 || " ${ARGS[*]} " =~ " --"(distributed-executor-backend|pipeline-parallel-size)" " ]] ||
         ARGS+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
 elif [ $((INF_GPUS + TRAIN_GPUS)) -gt ${#DEVICES[@]} ]; then # shared: NCCL refuses two ranks on one device
     EXTRA+=(trainer.sync_backend=gloo)

@@ -69,26 +69,28 @@ def add_lora(model, cfg):
 
 
 class TokenLogp(torch.autograd.Function):
-    """logits_NV, target_N -> logp_N of the targets, entropy_N. One node for both, which keeps the logits and makes one
-    more [N, V] tensor: autograd's own graph keeps four, those of an unused entropy until long after the backward."""
+    """logits_NV, target_N -> logp_N of the targets, entropy_N. One node for both, which keeps the logits alone, where
+    autograd's own graph keeps four [N, V] tensors, those of an unused entropy until long after the backward."""
 
     @staticmethod
     def forward(ctx, logits_NV, target_N):
         highest_N1 = logits_NV.amax(-1, keepdim=True)
-        exp_NV = (logits_NV - highest_N1).exp_()
+        below_NV = logits_NV - highest_N1
+        exp_NV = below_NV.exp()
         sum_N = exp_NV.sum(-1)
-        lse_N = highest_N1[:, 0] + sum_N.log()
-        entropy_N = lse_N - torch.einsum("nv,nv->n", exp_NV, logits_NV) / sum_N
-        ctx.save_for_backward(logits_NV, target_N, lse_N, entropy_N)
+        entropy_N = sum_N.log() - exp_NV.mul_(below_NV).sum(-1) / sum_N
+        logp_N = below_NV.gather(-1, target_N[:, None])[:, 0] - sum_N.log()
+        ctx.save_for_backward(logits_NV, target_N, highest_N1, sum_N, entropy_N)
         ctx.set_materialize_grads(False)
-        return logits_NV.gather(-1, target_N[:, None])[:, 0] - lse_N, entropy_N
+        return logp_N, entropy_N
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, dlogp_N, dentropy_N):
         """d logp = onehot - p; d entropy = -p (log p + entropy), for a loss that has a use for it."""
-        logits_NV, target_N, lse_N, entropy_N = ctx.saved_tensors
-        log_p_NV = logits_NV - lse_N[:, None]
-        weight_NV = torch.zeros_like(lse_N)[:, None] if dlogp_N is None else -dlogp_N[:, None]
+        logits_NV, target_N, highest_N1, sum_N, entropy_N = ctx.saved_tensors
+        log_p_NV = (logits_NV - highest_N1).sub_(sum_N.log()[:, None])
+        weight_NV = torch.zeros_like(sum_N)[:, None] if dlogp_N is None else -dlogp_N[:, None]
         if dentropy_N is not None:
             weight_NV = weight_NV - dentropy_N[:, None] * (log_p_NV + entropy_N[:, None])
         grad_NV = log_p_NV.exp_().mul_(weight_NV)
@@ -110,10 +112,10 @@ class Policy(nn.Module):
         self.softcap = getattr(c, "final_logit_softcapping", None)
 
     def head(self, hidden_ND, target_N, temperature_N):
-        logits_NV = self.model.get_output_embeddings()(hidden_ND).float() * self.scale
+        logits_NV, by_N = self.model.get_output_embeddings()(hidden_ND).float(), self.scale / temperature_N
         if self.softcap:
-            logits_NV = self.softcap * torch.tanh(logits_NV / self.softcap)
-        return TokenLogp.apply(logits_NV / temperature_N[:, None], target_N)
+            logits_NV, by_N = torch.tanh(logits_NV * (self.scale / self.softcap)), self.softcap / temperature_N
+        return TokenLogp.apply(logits_NV * by_N[:, None], target_N)
 
     def forward(self, micro):
         """-> logp_N, entropy_N of the micro-batch's loss tokens; fp32, nats, at the sampling temperature."""
@@ -363,7 +365,8 @@ def main(argv):
     step, last, streak = 0, min(cfg.run.max_steps, len(replay) or cfg.run.max_steps), 0
     if found := latest_checkpoint(run_dir):
         step = load_checkpoint(found, policy, ref, optimizer, cfg, rank)
-    cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < step, rank)
+    first = step
+    cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < first, rank)
     sender = WeightSender(cfg, run_dir, device) if rank == 0 and not replay else None
     if not replay:
         publish(sender, policy, step, 0, cfg, rank, device)
@@ -389,9 +392,9 @@ def main(argv):
             log_step(run_dir, step - 1, last, metrics, started, waited)
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank)
-    if sender:
-        print(where_time_goes(run_dir, sender.servers.metrics()), flush=True)
     write_final(run_dir, dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)), policy.model, cfg, rank)
+    if sender:
+        print(where_time_goes(run_dir, first, sender.pages, sender.servers.metrics()), flush=True)
     dist.destroy_process_group()
 
 

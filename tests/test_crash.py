@@ -106,9 +106,11 @@ class Run:
 
     def end(self, code, timeout_s=120):
         """Waits for the end -> the last line on standard error."""
-        assert self.process.wait(timeout_s) == code, (
-            f"{self.process.returncode}\n{self.text()}{self.text('trainer')[-3000:]}"
-        )
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.processes()  # learns the sessions, by which an engine is known that is left behind
+            time.sleep(0.2)
+        assert self.process.wait(0.1) == code, f"{self.process.returncode}\n{self.text()}{self.text('trainer')[-3000:]}"
         return (self.text().strip().splitlines() or [""])[-1]
 
     def assert_clean(self, within_s=15):

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import json
 import shutil
 import time
@@ -14,7 +15,7 @@ from conftest import ROOT, VLLM, lines
 import orchestrator
 import trainer
 from configs.lib.batch import Batch
-from configs.lib.broadcast import WeightSender
+from configs.lib.broadcast import WeightSender, checksum
 from configs.lib.client import Client
 from configs.lib.runtime import RunError
 
@@ -411,3 +412,16 @@ def permuted(rewards_G, group):
 
 
 LORA = ["trainer.use_lora=true", "trainer.learning_rate=1e-3"]
+
+
+def test_a_checksum_sees_every_flip_and_swap():
+    rng = torch.Generator().manual_seed(0)
+    for shape, dtype in itertools.product([(1,), (5,), (64, 96), (3, 1000)], [torch.bfloat16, torch.float32]):
+        data = torch.randn(shape, generator=rng).to(dtype)
+        known = checksum(data)
+        assert checksum(data.clone()) == known and checksum(-data) != known and checksum(data * 2) != known
+        if data.numel() > 1:
+            assert checksum(data.flip(0) if data.dim() == 1 else data.T.contiguous()) != known
+            flat = data.clone().reshape(-1)
+            flat[[0, -1]] = flat[[-1, 0]]
+            assert checksum(flat) != known

@@ -5,9 +5,9 @@ Each part runs by itself and measures against its limit or a peer in the same ru
 
 import argparse
 import json
-import math
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -29,19 +29,30 @@ def run(part, quick):
     """-> rows, seconds. A part that fails is a row, too."""
     began = time.monotonic()
     command = [sys.executable, str(ROOT / "tests" / "bench" / f"{part}.py"), *(["--quick"] if quick else [])]
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1500)
-    if done.returncode:
-        print(done.stderr[-3000:], file=sys.stderr)
-        rows = [{"measure": f"{part} failed", "value": math.nan, "unit": "", "target": "", "met": False}]
+    env = (
+        os.environ
+        | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
+        | ({} if part == "gpu" else {"CUDA_VISIBLE_DEVICES": ""})
+    )
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    )
+    try:
+        said, errors = process.communicate(timeout=1500)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)  # launch.sh ends what it started
+        said, errors = process.communicate(timeout=60)
+    if process.returncode:
+        print(errors[-3000:], file=sys.stderr)
+        rows = [{"measure": f"{part} failed", "value": None, "unit": "", "target": "", "met": False}]
     else:
-        rows = json.loads(done.stdout.splitlines()[-1])
+        rows = json.loads(said.splitlines()[-1])
     return rows, time.monotonic() - began
 
 
 def show(rows):
     for r in rows:
-        value = f"{r['value']:,.0f}" if abs(r["value"]) >= 100 else f"{r['value']:.3g}"
+        value = "" if r["value"] is None else f"{r['value']:,.0f}" if r["value"] >= 100 else f"{r['value']:.3g}"
         verdict = {None: "", True: f"{r['target']}: yes", False: f"{r['target']}: NO"}[r["met"]]
         print(f"| {r['measure']:<84} | {value:>8} {r['unit']:<10} | {verdict:<12} |", flush=True)
 
@@ -49,6 +60,7 @@ def show(rows):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench.json")
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
@@ -60,10 +72,10 @@ def main():
         rows, seconds = run(part, args.quick)
         results["parts"][part] = {"rows": rows, "seconds": seconds}
         show(rows or [{"measure": f"{part}: not measured, no GPU", "value": 0, "unit": "", "met": None}])
-    out = ROOT / "outputs" / "bench.json"
-    out.parent.mkdir(exist_ok=True)
-    out.write_text(json.dumps(results, indent=1))
-    print(f"{results['machine']}; {sum(p['seconds'] for p in results['parts'].values()):.0f} s; {out}")
+    args.out.parent.mkdir(exist_ok=True)
+    args.out.write_text(json.dumps(results, indent=1))
+    print(f"{results['machine']}; {sum(p['seconds'] for p in results['parts'].values()):.0f} s; {args.out}")
+    sys.exit(any("failed" in r["measure"] for p in results["parts"].values() for r in p["rows"]))
 
 
 if __name__ == "__main__":

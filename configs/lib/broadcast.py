@@ -10,6 +10,7 @@ import shutil
 import socket
 import time
 import traceback
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -37,13 +38,14 @@ def make_group(store, rank, spec):
 
 
 def checksum(tensor):
-    """Of a contiguous tensor's bits and their places: sums of 8-byte words over rows of 8 KiB, and over their columns,
-    each weighted by its number; at the speed of reading, on any device."""
+    """Of a contiguous tensor's bytes and their order: CRC-32 on the host, and on a GPU, where both ends are with NCCL,
+    the sum of bytes times places."""
     data = tensor.reshape(-1).view(torch.uint8)
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    rows_RC, rest = words[: len(words) // 1024 * 1024].view(-1, 1024), words[len(words) // 1024 * 1024 :]
-    parts = torch.cat([rows_RC.sum(0), rows_RC.sum(1), rest, data[len(words) * 8 :].long()])
-    return int((parts * torch.arange(1, 2 * len(parts), 2, device=data.device)).sum())  # odd: no bit is multiplied away
+    if data.device.type == "cpu":
+        return zlib.crc32(data.numpy())
+    place = torch.arange(1, min(len(data), 1 << 22) + 1, device=data.device)  # parts of 4M bound the int64 copies
+    sums = [(part * place[: len(part)]).sum() for part in data.split(1 << 22)]
+    return sum((i + 1) * int(x) for i, x in enumerate(sums)) % (1 << 61)
 
 
 def buckets(sizes, limit=256 << 20):
@@ -74,6 +76,7 @@ class WeightSender:
         spec["size"] = 1 + workers * len(self.servers.urls)
         joining = self.servers.rpc("join_weight_group", [spec | {"first": i} for i in range(1, spec["size"], workers)])
         self.group = make_group(self.store, 0, spec)
+        self.pages = self.servers.metrics()  # counters of a server that was there before begin somewhere
         for about in (worker for reply in joining for worker in reply.result()):
             if about != (mine := {"dtype": DTYPES[t.dtype], "lora": cfg.sends_adapters}):
                 raise RunError(2, f"a server runs {about}, but trainer.dtype and use_lora need {mine}")
@@ -105,7 +108,7 @@ class WeightSender:
                 flat = torch.cat([tensors[k].reshape(-1).view(torch.uint8) for k in names]).to(self.device)
                 [work.wait(limit) for work, _ in works]  # the last one travelled meanwhile
                 works = [(self.group.broadcast(flat, 0), flat)]
-                mine |= {k: checksum(tensors[k]) for k in names}
+                mine |= dict(zip(names, map(checksum, flat.split([tensors[k].nbytes for k in names]))))
             [work.wait(limit) for work, _ in works]
         except RuntimeError as e:  # a peer is gone or silent; if it said why, that is raised
             [reply.result() for reply in replies]
@@ -168,7 +171,9 @@ class WeightReceiver:
                 ahead = following and fetch(following)  # travels while this one is loaded
                 for name, part in zip(names, flat.split([sizes[k] for k in names])):
                     shape, dtype = info[name]
-                    tensor = (part.clone() if part.storage_offset() % 8 else part).view(dtype).view(shape)  # aligned
+                    tensor = (
+                        (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).view(shape)
+                    )  # aligned
                     sums[name] = checksum(tensor)
                     yield name, tensor
 
@@ -224,8 +229,14 @@ class Servers:
 
     def metrics(self):
         """The text of each server's /metrics, "" where it has none."""
-        replies = [self.http.get(f"{url}/metrics") for url in self.urls]
-        return [reply.text if reply.status_code == 200 else "" for reply in replies]
+        pages = []
+        for url in self.urls:
+            try:
+                reply = self.http.get(f"{url}/metrics")
+                pages.append(reply.text if reply.status_code == 200 else "")
+            except httpx.HTTPError:
+                pages.append("")
+        return pages
 
     def rpc(self, method, specs):
         """Starts method(spec) in every worker of every server, one spec each -> futures of the workers' replies."""

@@ -99,17 +99,22 @@ SHOWN = {
 LIMIT = 0.15  # of the time: what takes more than this and is no training has a remedy
 
 
-def where_time_goes(run_dir, pages):
-    """One sentence on a run, and what to change. pages: the text of each server's /metrics, "" where it has none."""
+def where_time_goes(run_dir, first, before, pages):
+    """One sentence on the steps from `first` on, and what to change. before, pages: the text of each server's /metrics
+    at the start and now, "" where it has none."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    lines = [m for m in lines if m["step"] >= first]
     parts = {k: sum(m.get(f"time/{k}_s") or 0 for m in lines) for k in ("step", "train", "wait_batch", "sync")}
     if not (whole := parts.pop("step")):
         return ""
     train, wait, sync = (seconds / whole for seconds in parts.values())
 
     def counted(name):
-        found = [line.split() for page in pages for line in page.splitlines() if line.startswith(f"vllm:{name}")]
-        return sum(float(words[-1]) for words in found if words[0].partition("{")[0] == f"vllm:{name}")
+        def total(pages):
+            found = [line.split() for page in pages for line in page.splitlines() if line.startswith(f"vllm:{name}")]
+            return sum(float(words[-1]) for words in found if words[0].partition("{")[0] == f"vllm:{name}")
+
+        return total(pages) - total(before)
 
     latency, asked = counted("e2e_request_latency_seconds_sum"), counted("prefix_cache_queries_total")
     queue = counted("request_queue_time_seconds_sum") / latency if latency else 0.0

@@ -1,17 +1,18 @@
 # Sourced by launch.sh: how a role is started, how all of them are ended, and what is said about it.
 # Uses its PID, TAG, SCRATCH, CONSOLE, RUN_DIR, LOGS, PY, GIVEN.
 
-# Signals whatever carries the tag in its environment, and, in the sessions of the roles, what has overwritten its own
-# (vLLM's engine does, by the title that it gives itself).
+# Signals whatever carries the tag in its environment, and, in the sessions of the roles, what has overwritten the start
+# of its own (vLLM's engine does, by the title that it gives itself).
 sweep() { # signal, tag, scratch
     local pids pid session
     for _ in 1 2 3 4 5; do
         mapfile -t pids < <(grep -lszxF "ROLEMODEL_TAG=$2" /proc/[0-9]*/environ | cut -d/ -f3
-            for session in $(cat "$3/sessions" 2>/dev/null); do
+            [ ! -f "$3/sessions" ] || while read -r session began; do # began: pids come round again
+                [ ! -d "/proc/$session" ] || [ "$(cut -d' ' -f22 "/proc/$session/stat")" = "$began" ] || continue
                 grep -lsE "^[0-9]+ \(.*\) [^Z] [0-9]+ [0-9]+ $session " /proc/[0-9]*/stat | cut -d/ -f3 | while read -r pid; do
-                    [ -n "$(tr -d '\0' 2>/dev/null <"/proc/$pid/environ")" ] || echo "$pid"
+                    [ -n "$(head -c 1 "/proc/$pid/environ" 2>/dev/null | tr -d '\0')" ] || echo "$pid"
                 done
-            done)
+            done <"$3/sessions")
         [ ${#pids[@]} -eq 0 ] && return
         kill -"$1" "${pids[@]}" 2>/dev/null
         [ "$1" = KILL ] || return 0
@@ -23,7 +24,7 @@ start() { # role, command... in a process group of its own
     echo "=== $(date -Is) $*" | sed -E 's/((key|token|secret|password)[= ])[^ ]+/\1REDACTED/gI' >>"$LOGS/$role.log"
     setsid env ROLEMODEL_TAG="$TAG" TMPDIR="$SCRATCH" PYTHONFAULTHANDLER=1 "$@" >>"$LOGS/$role.log" 2>&1 8>&- 9>&- &
     PID[$role]=$!
-    echo $! >>"$SCRATCH/sessions"
+    echo "$! $(cut -d' ' -f22 "/proc/$!/stat")" >>"$SCRATCH/sessions"
 }
 reached() { cat "$RUN_DIR/version" 2>/dev/null || echo -1; }
 is_dead() { # pid; also where its parent has not noticed

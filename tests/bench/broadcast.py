@@ -52,8 +52,8 @@ def copy(rank, port, size):
     part = torch.ones(min(256 << 20, size), dtype=torch.uint8)
     group.broadcast(part, 0).wait()
     began = time.perf_counter()
-    for _ in range(max(1, size // len(part))):
-        group.broadcast(part, 0).wait()
+    for sent in range(0, size, len(part)):
+        group.broadcast(part[: size - sent], 0).wait()
     return time.perf_counter() - began
 
 

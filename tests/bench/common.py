@@ -2,23 +2,24 @@
 
 import json
 import math
-import os
 import random
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
-os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(sys.path[:4])}
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+PATHS = ":".join(sys.path[:4])  # for processes of the parts
 
 SHAPES = {"0.8M": (4, 128, 102), "58M": (8, 512, 32000)}  # layers, hidden, vocabulary
 
 
 def row(measure, value, unit, target=""):
-    """A line of the table; target: "", or a comparison such as ">= 5" with the value."""
+    """A line of the table; value None: not reached; target: "", or a comparison such as ">= 5" with the value."""
     sign, _, limit = target.partition(" ")
-    met = {"": None, ">=": value >= float(limit or 0), "<=": value <= float(limit or 0)}[sign]
+    if value is None or not target:
+        met = None if not target else False
+    else:
+        met = value >= float(limit) if sign == ">=" else value <= float(limit)
     return {"measure": measure, "value": value, "unit": unit, "target": target, "met": met}
 
 

@@ -22,13 +22,12 @@ def steps(place, lens, num_steps, *overrides):
     from configs.lib.process import start_distributed
 
     torch.set_num_threads(1)
-    place = Path(place)
-    cfg = config(place, place / "model", "trainer.micro_batch_size=4", *overrides)
+    place, own = Path(place), tempfile.mkdtemp(dir=place)  # each rank its files
+    cfg = config(Path(own), place / "model", "trainer.micro_batch_size=4", *overrides)
     rank, world, device = start_distributed(cfg)
     policy = trainer.build_policy(cfg, device, world)
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-4, fused=True)
-    with tempfile.TemporaryDirectory() as own:  # each rank its file
-        batch, small = (make_batch(Path(own), x, 102) for x in (lens, lens[: len(lens) // 8] or [(1, 7)]))
+    batch, small = (make_batch(Path(own), x, 102) for x in (lens, lens[: len(lens) // 8] or [(1, 7)]))
     found = []
     for i, data in enumerate([small] + [batch] * num_steps):
         if i == 1:

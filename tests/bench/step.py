@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, SHAPES, config, make_batch, make_model, reset_peak, resident, rollouts, row, tell
+from common import PATHS, ROOT, SHAPES, config, make_batch, make_model, reset_peak, resident, rollouts, row, tell
 
 
 def train(model, num, steps, dtype="fp32"):
@@ -58,7 +58,7 @@ def train(model, num, steps, dtype="fp32"):
     return ours_s[1:], bare_s[1:]
 
 
-def head(tokens, vocab=151936):
+def head(tokens, vocab=151936, chunk=0):
     """-> MiB that forward and backward of a policy with a large vocabulary need beyond weights and gradients."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -75,6 +75,7 @@ def head(tokens, vocab=151936):
                         num_attention_heads=2, num_key_value_heads=1, head_dim=32)  # fmt: skip
     shape._attn_implementation = "packed"
     policy = Policy(Qwen3ForCausalLM(shape))
+    policy.CHUNK = chunk or policy.CHUNK
     with tempfile.TemporaryDirectory() as place:
         small, large = (make_batch(Path(place), [(1, 1023)] * (n // 1024), vocab) for n in (1024, tokens))
     for batch in (small, large):  # the first makes gradients and buffers
@@ -92,7 +93,7 @@ def peer(model, lens, vocab, steps, trim):
     draw = lambda n: [rng.randrange(8, min(vocab, 102)) for _ in range(n)]  # noqa: E731
     file.write_text(json.dumps([{"prompt": draw(p), "completion": draw(c)} for p, c in lens]))
     command = [sys.executable, "trl_peer.py", "step", str(model), str(file), str(steps + 1), *(["trim"] * trim)]
-    env = os.environ | {"PYTHONPATH": f"{ROOT / '.cache' / 'peers'}:{os.environ['PYTHONPATH']}"}
+    env = os.environ | {"PYTHONPATH": f"{ROOT / '.cache' / 'peers'}:{PATHS}"}
     done = subprocess.run(command, cwd=ROOT / "tests" / "bench", env=env, stdout=subprocess.PIPE, check=True)
     return json.loads(done.stdout.splitlines()[-1])["train_s"][1:]
 
@@ -135,6 +136,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["train"]:
         tell(train(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), *sys.argv[5:6]))
     elif sys.argv[1:2] == ["head"]:
-        tell(head(int(sys.argv[2])))
+        tell(head(*map(int, sys.argv[2:])))
     else:
         main("--quick" in sys.argv)
