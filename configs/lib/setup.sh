@@ -2,6 +2,7 @@
 # --- environment: an active one with the right vLLM, else .venv, made here on first use --------------------------------
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 KIND=$([ "$GPUS" -gt 0 ] && echo gpu || echo cpu)
+[ -n "${CUDA_VISIBLE_DEVICES-all}" ] || GPUS=0 # set, but empty: hidden
 has_vllm() { "$1" -c "
 import importlib.metadata as m, re, sys
 for line in open('requirements-$KIND.txt'):

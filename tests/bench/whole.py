@@ -2,8 +2,8 @@
 
     python whole.py [--quick]
 
-Same model, order of words, groups of 16, reward, constant learning rate 4e-4, clip 0.2, loss scale and Adam. Ours asks a
-vLLM server, verifies every broadcast and replaces groups that teach nothing, so it uses more words; TRL samples with
+Same model, order of words, groups of 16, reward, constant learning rate 4e-4, clip 0.2, loss scale and Adam. Ours asks
+a vLLM server, verifies every broadcast and replaces groups that teach nothing, so it uses more words; TRL samples with
 Transformers and keeps such groups. Rewards are means over all rollouts, replaced or not."""
 
 import importlib
