@@ -67,8 +67,8 @@ def test_the_gpu_rows_run_at_toy_size():
 
 def test_the_head_keeps_no_logits():
     """Memory of forward and backward does not grow with the number of tokens; the entropy is not used, as in losses."""
-    chunk = 1 << 23  # 32 MiB in fp32; all logits at once would be 512
-    assert bench("step", "head", "8192", "16384", str(chunk)) < 250
+    chunk = 1 << 24  # 64 MiB in fp32, of which there are four at a time; all logits at once would be 512
+    assert bench("step", "head", "8192", "16384", str(chunk)) < 420
 
 
 @pytest.mark.long
