@@ -651,9 +651,11 @@ def test_soak(tmp_path):
             run = start()
         if version() > best:
             due, stamp, first = time.monotonic() + rng.uniform(20, 60), (run.dir / ".lock").read_text(), version()
-            early = resources(run.processes())
+            settled, early = time.monotonic() + 8, {}  # the first steps make gradients, Adam's state and buffers
             while time.monotonic() < due and run.process.poll() is None:
                 time.sleep(0.5)
+                if not early and time.monotonic() > settled:
+                    early = resources(run.processes())
             if run.process.poll() is not None or not version() < 150:
                 break
             late, attempts = resources(run.processes()), attempts + 1
