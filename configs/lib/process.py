@@ -99,6 +99,7 @@ def fault(point, step=0):
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop", _, _:
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(5)  # continued to take SIGABRT, which another thread may be the one to handle
         case "sleep", _, seconds:
             time.sleep(float(seconds))
         case "enospc", _, _:
