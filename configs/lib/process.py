@@ -28,6 +28,8 @@ def run_role(role, main):
 
     torchrun answers 1 whatever its workers exit with, so the code has to travel by a file."""
     faulthandler.enable()  # SIGABRT, which launch.sh sends when a run hangs, prints every thread's stack
+    if role == "trainer":  # SIGTERM, too: torchrun's to a rank that hangs while another gave up
+        faulthandler.register(signal.SIGTERM, chain=True)
     try:
         fault(f"start_{role}")
         main(sys.argv[1:])
