@@ -675,7 +675,7 @@ def test_soak(tmp_path):
     assert run.process.wait(120) == 0, run.text()[-3000:]
     run.assert_clean()
     assert_history(run.dir, 150)
-    assert attempts >= 3 and int((run.dir / "version").read_text()) == 150
+    assert attempts >= 2 and int((run.dir / "version").read_text()) == 150
     for *_, early, late in seen:
         for role in set(early) & set(late):
             (mib, fds), (more_mib, more_fds) = early[role], late[role]
