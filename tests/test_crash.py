@@ -679,5 +679,6 @@ def test_soak(tmp_path):
     for *_, early, late in seen:
         for role in set(early) & set(late):
             (mib, fds), (more_mib, more_fds) = early[role], late[role]
-            assert more_mib < 1.25 * mib + 100 and more_fds < fds + 30, (role, early, late)
+            # connections of up to 256 rows of an evaluation, and of two batches, come and go; a leak is one a request
+            assert more_mib < 1.25 * mib + 100 and more_fds < fds + 320, (role, early, late)
     print(json.dumps({role: [s[-1].get(role) for s in seen] for role in seen[0][-1]}))
