@@ -106,10 +106,11 @@ class WeightSender:
             fault("bcast", version)
             for names in buckets({k: v.nbytes for k, v in tensors.items()}):
                 flat = torch.cat([tensors[k].reshape(-1).view(torch.uint8) for k in names]).to(self.device)
-                [work.wait(limit) for work, _ in works]  # the last one travelled meanwhile
-                works = [(self.group.broadcast(flat, 0), flat)]
+                for work, _ in works:  # the last one travelled meanwhile
+                    work.wait(limit)
+                works = [(self.group.broadcast(flat, 0), flat)]  # flat lives until it is through
                 mine |= dict(zip(names, map(checksum, flat.split([tensors[k].nbytes for k in names]))))
-            [work.wait(limit) for work, _ in works]
+            works[0][0].wait(limit)
         except RuntimeError as e:  # a peer is gone or silent; if it said why, that is raised
             [reply.result() for reply in replies]
             raise RunError(3, f"broadcast of version {version}: {e}") from e
@@ -171,9 +172,8 @@ class WeightReceiver:
                 ahead = following and fetch(following)  # travels while this one is loaded
                 for name, part in zip(names, flat.split([sizes[k] for k in names])):
                     shape, dtype = info[name]
-                    tensor = (
-                        (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).view(shape)
-                    )  # aligned
+                    is_aligned = part.storage_offset() % dtype.itemsize == 0
+                    tensor = (part if is_aligned else part.clone()).view(dtype).view(shape)
                     sums[name] = checksum(tensor)
                     yield name, tensor
 
