@@ -27,7 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from configs.lib.attention import packed_attention
+from configs.lib.attention import Packing, packed_attention
 from configs.lib.batch import load_batch, replace_advantages
 from configs.lib.broadcast import WeightSender
 from configs.lib.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_final
@@ -120,7 +120,7 @@ class Policy(nn.Module):
     def forward(self, micro):
         """-> logp_N, entropy_N of the micro-batch's loss tokens; fp32, nats, at the sampling temperature."""
         row = {"input_ids": micro["ids_T"][None], "position_ids": micro["position_T"][None], "use_cache": False}
-        hidden_TD = self.model.base_model(**row, packing=(micro["lens"], micro["cu_lens"])).last_hidden_state[0]
+        hidden_TD = self.model.base_model(**row, packing=Packing(micro["lens"], micro["cu_lens"])).last_hidden_state[0]
         parts = (hidden_TD[micro["index_N"]], micro["target_N"], micro["temperature_N"])
         size = max(1, self.CHUNK // self.model.config.get_text_config().vocab_size)
         if len(parts[0]) <= size:
@@ -146,6 +146,9 @@ def build_policy(cfg, device, world):
         add_lora(model, t)
     if t.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if t.compile:
+        for layer in model.base_model.layers:  # not the module: FSDP2's hooks stay outside of the graph
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     policy = Policy(model).train().to("cpu" if offload else device)
     if world == 1 and t.dtype == "fp32" and not offload:
         return policy  # nothing to shard, nothing to cast

@@ -13,6 +13,7 @@ from conftest import lines, make_samples, run_trainer, some
 from safetensors.torch import load_file
 
 import trainer
+from configs.lib.attention import Packing, packed_attention, padded
 from configs.lib.batch import load_batch, replace_advantages, save_batch
 from configs.lib.checkpoint import load_checkpoint, save_checkpoint
 from configs.lib.runtime import RunError
@@ -291,6 +292,48 @@ def test_packed_attention_on_other_families(family, make_cfg, tmp_path):
     torch.cat(expected).sum().backward()
     for name, p in plain.named_parameters():
         torch.testing.assert_close(dict(policy.named_parameters())[f"model.{name}"].grad, p.grad, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_packed_attention_pads_like_lengths_without_a_trace(window):
+    """Lengths in several rectangles of several lengths each, in no order: values and gradients as one by one."""
+    lens, draw = [40, 33, 1, 5, 32, 64, 64, 70, 3], torch.Generator().manual_seed(0)
+    module, total = SimpleNamespace(is_causal=True), sum(lens)
+    q, k, v = (torch.randn(1, h, total, 8, generator=draw, requires_grad=True) for h in (4, 2, 2))
+    weight = torch.randn(total, 4, 8, generator=draw)
+    cu_lens = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
+    more = {"scaling": 0.3, "sliding_window": window}
+    out, _ = packed_attention(module, q, k, v, None, packing=Packing(lens, cu_lens), **more)
+    grads = torch.autograd.grad((out[0] * weight).sum(), (q, k, v))
+    shapes, token_P, place_T, _ = padded(tuple(lens), CPU)
+    assert [n for n, _ in shapes] == [2, 3, 2, 1, 1] and len(token_P) > len(place_T) == total
+    alone = []
+    for a, b in zip(cu_lens, cu_lens[1:]):
+        near = torch.ones(b - a, b - a, dtype=torch.bool).tril().triu(1 - (window or 100))
+        rows = (q[:, :, a:b], k[:, :, a:b].repeat_interleave(2, 1), v[:, :, a:b].repeat_interleave(2, 1))
+        p = (rows[0] @ rows[1].mT * 0.3).masked_fill(~near, -math.inf).softmax(-1)
+        alone.append((p @ rows[2])[0].transpose(0, 1))
+    torch.testing.assert_close(out[0], torch.cat(alone), atol=1e-5, rtol=1e-5)
+    expected = torch.autograd.grad((torch.cat(alone) * weight).sum(), (q, k, v))
+    for found, wanted in zip(grads, expected):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", "lora, recomputed", "bf16"])
+def test_compiled_blocks_have_the_gradients_of_plain_ones(mode, make_cfg, tmp_path):
+    more = {"full": [], "bf16": ["trainer.dtype=bf16"]}.get(
+        mode, ["trainer.use_lora=true", "trainer.gradient_checkpointing=true"]
+    )
+    batch = batch_of(tmp_path, make_samples(24))
+    plain, compiled = (
+        gradients(make_cfg(f"trainer.compile={flag}", "trainer.max_grad_norm=1e9", *more), batch)
+        for flag in ("false", "true")
+    )
+    local = {k: {n: trainer.full(g).float() for n, g in grads.items()} for k, (_, grads) in
+             {"plain": plain, "compiled": compiled}.items()}  # fmt: skip
+    same(local["plain"], local["compiled"], 2e-2 if mode == "bf16" else 1e-5)
+    assert compiled[0]["loss"] == pytest.approx(plain[0]["loss"], abs=2e-3 if mode == "bf16" else 1e-5)
 
 
 def test_samples_of_no_tokens_still_pass(make_cfg, tmp_path):

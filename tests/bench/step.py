@@ -21,6 +21,7 @@ def train(model, num, steps, dtype="fp32"):
     import torch
 
     import trainer
+    from configs.lib.attention import Packing
     from configs.lib.pack import collate, pack
     from configs.lib.process import start_distributed
 
@@ -38,7 +39,7 @@ def train(model, num, steps, dtype="fp32"):
         for indices in pack(lens, 2048, 1, hidden):
             m = collate(batch, indices, device)
             rows = {"input_ids": m["ids_T"][None], "position_ids": m["position_T"][None], "use_cache": False}
-            hidden_TD = rival.model(**rows, packing=(m["lens"], m["cu_lens"])).last_hidden_state[0]
+            hidden_TD = rival.model(**rows, packing=Packing(m["lens"], m["cu_lens"])).last_hidden_state[0]
             log_p_NV = rival.lm_head(hidden_TD[m["index_N"]]).log_softmax(-1)
             r_N = (log_p_NV.gather(-1, m["target_N"][:, None])[:, 0] - m["old_logp_N"]).exp()
             loss_N = -torch.minimum(r_N * m["adv_N"], r_N.clamp(0.8, 1.28) * m["adv_N"])
