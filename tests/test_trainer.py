@@ -1,9 +1,11 @@
 """trainer.py: losses against hand-made gradients, and the equalities that packing, ranks, LoRA and resume must keep."""
 
+import itertools
 import json
 import math
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +15,7 @@ from conftest import lines, make_samples, run_trainer, some
 from safetensors.torch import load_file
 
 import trainer
+from configs.lib import broadcast
 from configs.lib.attention import Packing, packed_attention, padded
 from configs.lib.batch import load_batch, replace_advantages, save_batch
 from configs.lib.checkpoint import load_checkpoint, save_checkpoint
@@ -730,3 +733,41 @@ def test_text_of_unknown_origin_has_ratio_one(make_cfg, tmp_path):
         results[kind] = metrics["loss"], torch.cat([p.detach().flatten() for p in params])
     assert results["unknown"][0] == pytest.approx(results["own"][0], abs=1e-7)
     assert (results["unknown"][1] - results["own"][1]).abs().max() < 1e-5
+
+
+# --- broadcast --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_several_buckets_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
+    """Both ends of configs/lib/broadcast.py in this process, with tensors of odd sizes and three dtypes."""
+    arrived, worker = {}, broadcast.WeightReceiver()
+    worker.rank, worker.device = 0, CPU
+    worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16), lora_config=None)
+    worker.model_runner = SimpleNamespace(
+        model=None, reload_weights=lambda weights_iterator: arrived.update(weights_iterator)
+    )
+
+    class Here:
+        urls, run_id, pool = ["here"], "here", ThreadPoolExecutor(2)
+        __init__ = wait_ready = metrics = post_all = lambda self, *_: None
+
+        def rpc(self, method, specs):
+            return [self.pool.submit(lambda: [getattr(worker, method)(json.dumps(spec))]) for spec in specs]
+
+        def score(self, name, rows):
+            return [[-1.0]]
+
+    monkeypatch.setattr(broadcast, "Servers", Here)
+    cfg = make_cfg("trainer.dtype=bf16")
+    sender = broadcast.WeightSender(cfg, tmp_path, CPU)
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"a": 3, "large": 30 << 20, "b": 5 << 20, "c": 12345677, "d": 1}
+    kinds = itertools.cycle([torch.uint8, torch.bfloat16, torch.float32])
+    sent = {k: torch.randint(100, (n,), generator=draw, dtype=torch.uint8).to(next(kinds)) for k, n in sizes.items()}
+    cut = broadcast.buckets({k: v.nbytes for k, v in sent.items()}, "gloo")
+    assert cut == [["a"], ["large"], ["b"], ["c", "d"]]
+    for version in (1, 2):
+        sender.send(version, sent, [[1, 2]], [-1.0], 0)
+        assert (tmp_path / "version").read_text() == str(version)
+        assert arrived.keys() == sent.keys() and all(torch.equal(arrived[k], sent[k]) for k in sent)
+        sent = {k: v + 1 for k, v in sent.items()}

@@ -48,9 +48,10 @@ def checksum(tensor):
     return sum((i + 1) * int(x) for i, x in enumerate(sums)) % (1 << 61)
 
 
-def buckets(sizes, limit=256 << 20):
-    """{name: bytes} -> lists of names that go in one broadcast; both ends cut alike."""
-    groups, room = [], 0
+def buckets(sizes, backend):
+    """{name: bytes} -> lists of names that go in one broadcast; both ends cut alike. Hundreds of MiB for NCCL; for gloo
+    what malloc reuses (below 32 MiB), as the page faults of fresh memory cost more than the copy."""
+    groups, room, limit = [], 0, {"nccl": 256 << 20, "gloo": 24 << 20}[backend]
     for name, size in sizes.items():
         if size > room:
             groups, room = [*groups, []], limit
@@ -66,7 +67,9 @@ class WeightSender:
         t, self.cfg, self.run_dir, self.loaded, self.servers = cfg.trainer, cfg, run_dir, [], Servers(cfg)
         self.servers.wait_ready()
         self.names = set()  # sent by the last version; none may fall out
-        backend = t.sync_backend if t.sync_backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
+        self.backend = backend = (
+            t.sync_backend if t.sync_backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
+        )
         self.device, timeout = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
         listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own would listen on every address
         host, port = listener.getsockname()
@@ -87,7 +90,8 @@ class WeightSender:
         Any failure raises; a server that got a byte by then dies or stays paused, it never samples from a mixture."""
         t, servers, adapter = self.cfg.trainer, self.servers, self.cfg.sends_adapters
         name = f"{servers.run_id}-v{version}" if adapter else servers.run_id
-        spec = {"version": version, "tensors": [(k, list(v.shape), str(v.dtype)[6:]) for k, v in tensors.items()]}
+        spec = {"version": version, "backend": self.backend}
+        spec["tensors"] = [(k, list(v.shape), str(v.dtype)[6:]) for k, v in tensors.items()]
         path = self.run_dir.absolute() / "adapters"
         spec["adapter"] = [str(path / name), t._asdict(), self.cfg.run.model] if adapter else None
         if missing := sorted(self.names - set(tensors)):
@@ -104,8 +108,9 @@ class WeightSender:
         mine, limit, works = {}, timedelta(seconds=t.sync_timeout_s), []
         try:
             fault("bcast", version)
-            for names in buckets({k: v.nbytes for k, v in tensors.items()}):
-                flat = torch.cat([tensors[k].reshape(-1).view(torch.uint8) for k in names]).to(self.device)
+            for names in buckets({k: v.nbytes for k, v in tensors.items()}, self.backend):
+                parts = [tensors[k].reshape(-1).view(torch.uint8).to(self.device) for k in names]
+                flat = torch.cat(parts) if len(parts) > 1 else parts[0]
                 for work, _ in works:  # the last one travelled meanwhile
                     work.wait(limit)
                 works = [(self.group.broadcast(flat, 0), flat)]  # flat lives until it is through
@@ -164,7 +169,7 @@ class WeightReceiver:
                 flat = torch.empty(sum(sizes[k] for k in names), dtype=torch.uint8, device=self.sync_device)
                 return names, flat, self.sync_group.broadcast(flat, 0)
 
-            todo = buckets(sizes)
+            todo = buckets(sizes, spec["backend"])
             ahead = fetch(todo[0])
             for following in [*todo[1:], None]:
                 names, flat, work = ahead

@@ -38,9 +38,20 @@ def shapes(layers, hidden, inner, heads, kv, vocab):
     yield "model.norm.weight", (hidden,)
 
 
+ADAPTERS = ("LoRA",)
+
+
+def adapters(rank=16):
+    """A and B of every linear layer of the 4B shape, under names of that kind."""
+    for name, shape in shapes(36, 2560, 9728, 32, 8, 1):
+        if "proj" in name:
+            yield f"{name}.lora_A", (rank, shape[1])
+            yield f"{name}.lora_B", (shape[0], rank)
+
+
 def make_tensors(*shape):
     """bf16, all views of one buffer: a 4B model's need no 8 GB here."""
-    found = dict(shapes(*shape))
+    found = dict(adapters() if shape == ADAPTERS else shapes(*shape))
     pool = torch.randn(max(torch.Size(s).numel() for s in found.values())).bfloat16()
     return {name: pool[: torch.Size(s).numel()].view(s) for name, s in found.items()}
 
@@ -69,7 +80,7 @@ def one_each(sender, tensors):
     """A request and a broadcast for each tensor -> s."""
     began = time.perf_counter()
     for name, tensor in tensors.items():
-        spec = {"version": 0, "tensors": [(name, list(tensor.shape), "bfloat16")], "adapter": None}
+        spec = {"version": 0, "tensors": [(name, list(tensor.shape), "bfloat16")], "adapter": None, "backend": "gloo"}
         replies = sender.servers.rpc("receive_weights", [spec])
         sender.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
         [reply.result() for reply in replies]
@@ -102,7 +113,7 @@ def main(quick):
             cfg = config(place, model, url, "trainer.dtype=bf16", "trainer.max_sync_dlogp=1e9")
             (place / "bench").mkdir()
             sender = WeightSender(cfg, place / "bench", torch.device("cpu"))
-            for shape, repeats in ((small, 5), (large, 1 if not quick else 2)):
+            for shape, repeats in ((small, 5), (ADAPTERS, 5), (large, 1 if not quick else 2)):
                 sender.names, tensors, syncs, copies = set(), make_tensors(*shape), [], []
                 size = sum(t.nbytes for t in tensors.values())
                 for version in range(repeats):
@@ -112,7 +123,8 @@ def main(quick):
                     syncs.append(time.perf_counter() - began)
                 copies.append(plain(size))
                 sync, copied, single = statistics.median(syncs), statistics.median(copies), one_each(sender, tensors)
-                about = f"broadcast, {size / 2e9:.1g}B parameters, {len(tensors)} tensors"
+                what = "a LoRA adapter of rank 16 for 4B" if shape == ADAPTERS else f"{size / 2e9:.1g}B parameters"
+                about = f"broadcast, {what}, {len(tensors)} tensors"
                 rows.append(row(about, sync, "s"))
                 rows.append(row(f"{about}: one request per tensor", single, "s"))
                 rows.append(row(f"{about}: times faster than that", single / sync, "x", ">= 10"))
