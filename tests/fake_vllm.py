@@ -2,7 +2,7 @@
 WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights, so runs repeat exactly.
 
 FAKE in the environment, or a POST to /fake, holds JSON:
-    {"generate_s": 1.0,              seconds that every generation request takes
+    {"generate_s": 1.0,              seconds before every generation; "total_s": of request and generation together
      "slow": [50, 10.0],             every 50th takes 10 s more
      "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
@@ -153,7 +153,7 @@ class Server(WeightReceiver):
         return web.json_response({"results": [result]})
 
     async def generate(self, request):
-        body, is_chat = await request.json(), request.path.endswith("/chat/completions")
+        begun, body, is_chat = time.monotonic(), await request.json(), request.path.endswith("/chat/completions")
         await self.answers()
         if "prompt_logprobs" in body:
             return web.json_response({"choices": [
@@ -172,7 +172,7 @@ class Server(WeightReceiver):
             await self.answers()
         every, seconds = FAKE.get("slow", (10**9, 0))
         slow = seconds if self.num_requests % every == 0 else 0
-        await asyncio.sleep(3600 if fault == "hang" else FAKE.get("generate_s", 0) + slow)
+        await asyncio.sleep(3600 if fault == "hang" else FAKE.get("generate_s", 0) + slow * ("total_s" not in FAKE))
         await self.running.wait()
         tokenizer = self.model_runner.tokenizer
         if is_chat:
@@ -187,6 +187,8 @@ class Server(WeightReceiver):
             outs = await asyncio.to_thread(
                 self.model_runner.sample, ids, body["n"], body["max_tokens"], body["temperature"]
             )
+        if total := FAKE.get("total_s"):  # this long in all, sampling included
+            await asyncio.sleep(begun + total + slow - time.monotonic())
         choices = []
         for i, (tokens, logps) in enumerate(outs):
             text = tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id])

@@ -37,7 +37,7 @@ def run(place, model, name, seconds, steps, fake, *overrides):
     """-> lines of metrics.jsonl. `seconds` for training, and for every request."""
     toml = place / f"{name}.toml"
     toml.write_text(TOML.format(model=model, place=place))
-    env = os.environ | {"TRAIN_S": str(seconds), "FAKE": json.dumps({"generate_s": seconds} | fake)}
+    env = os.environ | {"TRAIN_S": str(seconds), "FAKE": json.dumps({"total_s": seconds} | fake)}
     env |= {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
     env |= {"PYTHONPATH": PATHS, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     command = [
