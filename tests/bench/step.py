@@ -106,7 +106,7 @@ def child(name, *args):
 
 def main(quick):
     rows = []
-    for shape, num, steps in (("0.8M", 64, 3),) if quick else (("0.8M", 256, 5), ("58M", 64, 2)):
+    for shape, num, steps in (("0.8M", 64, 3),) if quick else (("0.8M", 256, 5), ("58M", 40, 2)):
         with tempfile.TemporaryDirectory() as place:
             model, lens = make_model(Path(place) / "model", shape), rollouts(num)
             tokens, medians = sum(map(sum, lens)), {}
