@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# bash launch.sh config.toml [table.key=value ...]
+# bash launch.sh config.toml [table.key=value ...] [--check]     --check: the pre-flight alone
 # Sets up .venv once, then runs vLLM server(s), orchestrator.py and torchrun trainer.py until all is done or one fails.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage, 130/143.
 # Environment: SERVER="python tests/fake_vllm.py" replaces vLLM; PYTHON names the interpreter that makes .venv;
-# MAX_RESTARTS=N reruns up to N times where a role died or hung, while each attempt gets further than those before.
+# MAX_RESTARTS=N reruns up to N times where a role died or hung, while each attempt gets further than those before;
+# TMUX=1 opens a pane per role; NNODES=N MASTER_ADDR=... MASTER_PORT=... the trainer on N machines (README, "Devices").
 set -u
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,7s/^# //p' "$ROOT/launch.sh"; exit 2; fi
+if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,8s/^# //p' "$ROOT/launch.sh"; exit 2; fi
 CONFIG=$(realpath -m -- "$1"); shift # `bash launch.sh --setup` only installs
 cd "$ROOT" || exit 2
 
@@ -26,15 +27,16 @@ ulimit -c 0 # no core files where stacks are dumped
 # --- configuration: checked before anything starts ---------------------------------------------------------------------
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 RESOLVED=$("$PY" configs/lib/for_launch.py "$SCRATCH" "$CONFIG" "$@") || exit
-eval "$RESOLVED" # RUN_DIR STEPS COMPLETE PATIENCE MODEL PREPARE PREPARE_S DTYPE MAX_LEN SEED TEMPLATE INF_GPUS TRAIN_GPUS TP PORT LORA STALENESS RANK_LORA URLS ARGS
+eval "$RESOLVED" # RUN_DIR STEPS COMPLETE PATIENCE MODEL PREPARE PREPARE_S DTYPE MAX_LEN SEED TEMPLATE INF_GPUS TRAIN_GPUS TP PORT LORA STALENESS RANK_LORA TRACKER URLS ARGS
 [ "$COMPLETE" = 1 ] && { echo "[launch] already complete: $RUN_DIR has its $STEPS steps; set max_steps higher to go on"; exit 0; }
 LOGS=$RUN_DIR/logs
+[ "${TMUX:-}" != 1 ] || . configs/lib/tmux.sh # this command again, in a session with a pane per role
 export ROLEMODEL_EXIT_FILE=$RUN_DIR/exit.json
 : "${ROLEMODEL_RUN_ID:=$(basename "$RUN_DIR")-$(od -An -N4 -tx4 /dev/urandom | tr -d ' ')}" # servers are called so
 export DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True
 export ROLEMODEL_RUN_ID TOKENIZERS_PARALLELISM=false VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 ulimit -n "$(ulimit -Hn)" 2>/dev/null
-if [ ${#URLS[@]} -eq 0 ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; else INF_GPUS=0; fi
+if [ ${#URLS[@]} -eq 0 ] && [ -z "${NNODES:-}" ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; else INF_GPUS=0; fi
 
 # --- one run per directory ---------------------------------------------------------------------------------------------
 owner='' old_tag='' old_scratch=''
@@ -105,15 +107,22 @@ EXTRA+=("inference.urls=[${quoted:1}]")
 start orchestrator env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrator.py "$CONFIG" "$@" "${EXTRA[@]}"
 first=$((INF_GPUS + TRAIN_GPUS > ${#DEVICES[@]} ? 0 : INF_GPUS))
 threads=$((CORES / 2 / TRAIN_GPUS)); [ $threads -gt 0 ] || threads=1
+rendezvous=(--master-addr 127.0.0.1 --master-port "$STORE_PORT")
+[ -z "${NNODES:-}" ] || rendezvous=(--nnodes "$NNODES" --node-rank 0 --master-addr "${MASTER_ADDR:?the first node}" --master-port "${MASTER_PORT:-29500}")
 start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$TRAIN_GPUS")" OMP_NUM_THREADS="${TRAINER_THREADS:-$threads}" \
-    "$PY" -m torch.distributed.run --nproc-per-node "$TRAIN_GPUS" --master-addr 127.0.0.1 --master-port "$STORE_PORT" \
-    trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
+    "$PY" -m torch.distributed.run --nproc-per-node "$TRAIN_GPUS" "${rendezvous[@]}" trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
+tracker=''
+if [ -n "$TRACKER" ]; then # it follows the files; the run goes on without it
+    start tracker "$PY" configs/lib/track.py "$RUN_DIR" "$TRACKER"
+    tracker=${PID[tracker]}
+    unset 'PID[tracker]'
+fi
 
 # --- watch: any end before the run is done is a failure, whatever the exit code -----------------------------------------
 tail --pid=$$ -q -n 0 -F "$LOGS/trainer.log" "$LOGS/orchestrator.log" 2>/dev/null 8>&- 9>&- |
-    grep --line-buffered -E '^(step|eval|batch|warning:?|time:) ' 8>&- 9>&- &
+    sed -unE "s/^(step|eval|batch|rollout|check:|warning:|time:) /$([ ! -t 1 ] || printf '\033[K')&/p" 8>&- 9>&- & # [K: over the bar
 CONSOLE=$!
-begun=$SECONDS engines=() waits_since=$SECONDS worked=''
+begun=$SECONDS engines=() waits_since=$SECONDS worked='' since='' evals=0
 while :; do
     sleep 0.5
     ended=''
@@ -136,9 +145,11 @@ while :; do
         done
     fi
     if [ "$ended" = " orchestrator trainer" ]; then
-        [ -f tools/plot.py ] && timeout 120 "$PY" tools/plot.py "$RUN_DIR" >>"$LOGS/plot.log" 2>&1 8>&- 9>&-
+        [ -f tools/plot.py ] && [ "$STEPS" -gt 0 ] && timeout 120 "$PY" tools/plot.py "$RUN_DIR" >>"$LOGS/plot.log" 2>&1 8>&- 9>&-
+        [ -z "$tracker" ] || { kill -TERM "$tracker"; timeout 60 tail --pid="$tracker" -f /dev/null; } # it sends what is left
         sleep 0.5 # the last lines are still on their way to the console
         echo "$STEPS" >"$RUN_DIR/done.tmp" && mv "$RUN_DIR/done.tmp" "$RUN_DIR/done"
+        [ "$STEPS" -gt 0 ] || finish 0 "[launch] all checks passed in $((SECONDS - begun)) s"
         finish 0 "[launch] done in $((SECONDS - begun)) s: $RUN_DIR"
     fi
     # one is done, the other has this long to finish; the orchestrator, in its last evaluation, as long as it does anything
@@ -148,9 +159,23 @@ while :; do
         role=trainer; [ "$ended" = " orchestrator" ] || role=orchestrator
         dead $role 3 "did not end in $PATIENCE s after the last version (orchestrator.version_timeout)"
     fi
-    if [ -t 1 ] && [ -f "$RUN_DIR/version" ]; then
-        version=$(reached) width=30
-        bar=$(printf '%*s' $((version * width / STEPS)) '' | tr ' ' '#')
-        printf '\r[%-*s] %d/%d  %d s\r' $width "$bar" "$version" "$STEPS" $((SECONDS - begun))
+    if [ -n "$tracker" ] && is_dead "$tracker"; then
+        echo "warning: the tracker ended, see $LOGS/tracker.log; later: python configs/lib/track.py $RUN_DIR $TRACKER" >&2
+        tracker=''
+    fi
+    now=$(wc -l 2>/dev/null <"$RUN_DIR/eval.jsonl") # a picture after each evaluation
+    if [ "${now:-0}" -gt "$evals" ] && [ -f tools/plot.py ]; then
+        start plot nice timeout 120 "$PY" tools/plot.py "$RUN_DIR"
+        unset 'PID[plot]'
+    fi
+    evals=${now:-0} version=$(reached)
+    if [ "$version" -ge 0 ] && [ -z "$since" ]; then
+        since=$SECONDS from=$version
+        [ -z "${ROLEMODEL_P2P:-}" ] || echo "check: PASS the broadcast over NCCL works with NCCL_P2P_DISABLE=$NCCL_P2P_DISABLE, not with $ROLEMODEL_P2P: export it"
+    fi
+    if [ -t 1 ] && [ "$version" -gt "${from:-$version}" ]; then
+        left=$(((STEPS - version) * (SECONDS - since) / (version - from)))
+        bar=$(printf '%*s' $((version * 30 / STEPS)) '' | tr ' ' '#')
+        printf '\r[%-30s] %d/%d  %d s, %d:%02d left \r' "$bar" "$version" "$STEPS" $((SECONDS - begun)) $((left / 60)) $((left % 60))
     fi
 done

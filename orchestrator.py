@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from configs.lib.batch import resume, save_batch
 from configs.lib.client import Client
 from configs.lib.evaluate import check_environments, evaluate_when_due
-from configs.lib.metrics import rollout_metrics
+from configs.lib.metrics import rollout_metrics, show_rollout
 from configs.lib.order import Order, deal
+from configs.lib.preflight import check_baseline, check_task, check_template
 from configs.lib.process import UserThreads, fault, run_role
 from configs.lib.runtime import RunError, arguments, identity, run_directory
 from env import Truncated, load_environment
@@ -237,6 +238,8 @@ def why_drop(rollouts, gamma):
 def commit_batch(n, groups, orders, run_dir, cfg):
     """Advantages and metadata; rollouts.jsonl first, then the file whose rename makes batch n exist."""
     t, samples, lines = cfg.trainer, [], []
+    if cfg.run.preflight and n == 0:
+        [check_baseline(name, [g.rollouts for g in groups if g.env == name and g.rollouts]) for name in orders]
     kept = [[r for r in g.rollouts if r.reward is not None] for g in groups if not g.dropped]
     table = compute_advantages([[vars(r) for r in rollouts] for rollouts in kept], t.advantage, t.gamma)
     advantage = {id(r): a for rollouts, row in zip(kept, table) for r, a in zip(rollouts, row)}
@@ -251,6 +254,8 @@ def commit_batch(n, groups, orders, run_dir, cfg):
             for s in r.samples if id(r) in advantage else ():
                 more = {"age": n - min(r.versions), "temperature": cfg.sampling.temperature, "turn": s["turns"][0]}
                 samples.append(about | more | s | ({} if r.trainable else {"mask": [0] * len(s["mask"])}))
+    if cfg.run.show_every and n % cfg.run.show_every == 0:
+        show_rollout(n, lines)
     with open(run_dir / "rollouts.jsonl", "a") as f:
         f.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     info = {"run": identity(cfg), "step": n, "max_staleness": cfg.orchestrator.max_staleness}
@@ -275,6 +280,8 @@ async def run(cfg):
     client, num_groups = Client(cfg), o.batch_size // o.rollouts_per_example
     orders = {name: Order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     slots = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example)
+    if cfg.run.preflight and not start and cfg.run.max_steps:
+        check_template(client, envs)
     gc.freeze()  # what is there now stays; without, the collector goes through it every few rollouts
     dealt = itertools.islice(deal({e.name: e.ratio for e in cfg.env}), start * num_groups, None)
 
@@ -289,6 +296,8 @@ async def run(cfg):
         tasks.create_task(client.follow(run_dir / "version", o.version_timeout))
         tasks.create_task(evaluate_when_due(run_group, sample, envs, client, run_dir, cfg))
         batch = None
+        if not cfg.run.max_steps:  # --check
+            await check_task(run_group, sample, envs, client, cfg)
         for n in range(start, cfg.run.max_steps):
             await client.until(max(0, n - o.max_staleness))
             batch = tasks.create_task(produce(n, Counter(itertools.islice(dealt, num_groups)), batch))

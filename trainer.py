@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from configs.lib.attention import Packing, packed_attention
-from configs.lib.batch import load_batch, replace_advantages
+from configs.lib.batch import load_batch, replace_advantages, save_logp
 from configs.lib.broadcast import WeightSender
 from configs.lib.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_final
 from configs.lib.metrics import log_step, speed, where_time_goes
 from configs.lib.pack import canary, collate, pack
+from configs.lib.preflight import check_memory, check_sync
 from configs.lib.process import fault, run_role, start_distributed
 from configs.lib.runtime import RunError, arguments, cut_lines, identity, run_directory
 
@@ -152,7 +153,11 @@ def build_policy(cfg, device, world):
     policy = Policy(model).train().to("cpu" if offload else device)
     if world == 1 and t.dtype == "fp32" and not offload:
         return policy  # nothing to shard, nothing to cast
-    how = {"mesh": dist.init_device_mesh(device.type, (world,)), "reshard_after_forward": True}
+    if world % t.replicas:
+        raise RunError(2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
+    shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded within a node, copied across
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
     how["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
     for module in (*model.base_model.layers, policy):  # the root's own inputs hold temperatures: not to be rounded
         precision = MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
@@ -299,8 +304,24 @@ def swap(params, ref):
         local(p.data).copy_(r), r.copy_(kept)
 
 
+@torch.no_grad()
+def observed(micro, logp_N, entropy_N, logs, ages, given, t):
+    """-> {name: sum over the micro-batch's tokens} of logs, KL(sampler || policy) as k3, also by age in versions, and
+    shadow metrics: what other losses would have clipped of these very tokens. given: compute_loss's other arguments."""
+    log_r_N = logp_N - given["old_logp_N"]
+    kl_N = log_r_N.exp() - 1 - log_r_N
+    logs = logs | {"policy/entropy": entropy_N, "policy/kl_sampler": kl_N}
+    for age in ages:
+        logs |= {f"kl_age{age}": kl_N * (micro["age_N"] == age), f"age{age}": micro["age_N"] == age}
+    for name in t.shadow_losses:
+        shadow = compute_loss(logp_N=logp_N, entropy_N=entropy_N, cfg=t._replace(loss=name), **given)[1]
+        logs[f"shadow/{name}/clip_frac"] = shadow["policy/clip_frac"]
+    return {k: (v * micro["mask_N"]).sum().float() for k, v in logs.items()}
+
+
 def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
-    """updates_per_batch optimizer steps on one batch -> metrics. A non-finite gradient changes nothing, on any rank."""
+    """updates_per_batch optimizer steps on one batch -> metrics, and logp_T before them (0 where nothing is trained). A
+    non-finite gradient changes nothing, on any rank."""
     t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
     lr = learning_rate(step, t, cfg.run.max_steps)
     torch.manual_seed((cfg.run.seed << 32) + step * world + rank)  # dropout is a function of seed, step and rank
@@ -309,6 +330,10 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     rollouts, max_tokens = batch.info.get("rollouts", 0), batch.info.get("max_tokens", 0)
     count = {"dr_grpo": rollouts * max_tokens, "gspo": with_tokens}.get(t.loss, num_tokens)
     loss_function, params = named(t.loss, {t.loss: compute_loss}), optimizer.param_groups[0]["params"]
+    ages, logp_T = (
+        sorted({s.get("age", -1) for s in batch.samples} - {-1}),
+        torch.zeros(len(batch.tokens), device=device),
+    )
     lens, budget = batch.sample_lens.tolist(), t.micro_batch_size * cfg.run.max_seq_len
     bins = pack(lens, budget, world, policy.model.config.get_text_config().hidden_size)[rank::world]
     micros = [collate(batch, indices, device) for indices in bins]
@@ -334,11 +359,9 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
             loss = torch.where(micro["mask_N"], loss_N, 0).sum() / count
             (loss * scale).backward()
             if update == 0:
-                log_r_N = logp_N - micro["old_logp_N"]
-                logs |= {"policy/entropy": entropy_N, "policy/kl_sampler": log_r_N.exp() - 1 - log_r_N}
-                logs |= {"age0_kl": logs["policy/kl_sampler"] * micro["age0_N"], "age0": micro["age0_N"]}
-                sums.update({k: (v.detach() * micro["mask_N"]).sum().float() for k, v in logs.items()})
+                sums.update(observed(micro, logp_N, entropy_N, logs, ages, given, t))
                 sums["loss"] += loss.detach() * num_tokens
+                logp_T[micro["at_N"]] = torch.where(micro["mask_N"], logp_N.detach(), 0)
         if scale != 1:
             torch._foreach_div_([p.grad for p in params], scale)
         grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm))
@@ -350,11 +373,14 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
             optimizer.step()
         optimizer.zero_grad()
     dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
+    dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
     metrics = dict(zip(sorted(sums), (total / num_tokens).tolist()))
-    age0, kl, seconds = metrics.pop("age0"), metrics.pop("age0_kl"), time.perf_counter() - started
-    metrics |= {"policy/kl_sampler_age0": kl / age0 if age0 else None, "policy/age0_tokens": round(age0 * num_tokens)}
+    for age in ages:
+        share, kl = metrics.pop(f"age{age}"), metrics.pop(f"kl_age{age}")
+        metrics |= {f"policy/kl_age{age}": kl / share if share else None, f"policy/tokens_age{age}": share * num_tokens}
+    seconds = time.perf_counter() - started
     metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item(), "optim/skipped": skipped, "time/train_s": seconds}
-    return metrics | speed(policy, lens, t, seconds, world)
+    return metrics | speed(policy, lens, t, seconds, world), logp_T
 
 
 def main(argv):
@@ -372,6 +398,9 @@ def main(argv):
     cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < first, rank)
     sender = WeightSender(cfg, run_dir, device) if rank == 0 and not replay else None
     if not replay:
+        if cfg.run.preflight and step == 0:
+            check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device)
+            check_sync(publish, sender, policy, cfg, rank, device)
         publish(sender, policy, step, 0, cfg, rank, device)
     while step < last:
         started = time.perf_counter()
@@ -380,7 +409,8 @@ def main(argv):
         waited, info = time.perf_counter() - started, batch.info
         if replay and [t.advantage, t.gamma] != [info.get("advantage", t.advantage), info.get("gamma", t.gamma)]:
             batch = replace_advantages(batch, compute_advantages, t.advantage, t.gamma)
-        metrics = info.get("metrics", {}) | train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
+        trained, logp_T = train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
+        metrics = info.get("metrics", {}) | trained
         is_broken = metrics["optim/skipped"] or (not replay and metrics["policy/kl_sampler"] > 1)
         streak = streak + 1 if is_broken else 0
         if streak == 3:
@@ -392,9 +422,12 @@ def main(argv):
         if not replay:
             metrics |= publish(sender, policy, step, info["max_staleness"], cfg, rank, device)
         if rank == 0:
+            save_logp(run_dir, step - 1, logp_T)
             log_step(run_dir, step - 1, last, metrics, started, waited)
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank)
+    if not cfg.run.max_steps:  # --check
+        return
     write_final(run_dir, dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)), policy.model, cfg, rank)
     if sender:
         print(where_time_goes(run_dir, first, sender.pages, sender.servers.metrics()), flush=True)

@@ -302,7 +302,7 @@ def run(tmp_path, models, fake_servers, monkeypatch):
 
 
 def all_batches(run_dir):
-    return [load_batch(path) for path in sorted((run_dir / "batches").glob("*.safetensors"))]
+    return [load_batch(path) for path in sorted((run_dir / "batches").glob("step_*"))]
 
 
 class VLLM:

@@ -6,6 +6,8 @@ FAKE in the environment, or a POST to /fake, holds JSON:
      "slow": [50, 10.0],             every 50th takes 10 s more
      "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
+     "log": "path",                  the requests go there, one a line
+     "stop": true,                   no answer counts as cut off
      "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
      "shift": 1,                     the server's ids of a prompt differ from the trainer's
@@ -116,7 +118,12 @@ class Server(WeightReceiver):
 
     async def health(self, request):
         return web.json_response(
-            {"requests": self.num_requests, "most": self.most, "paused": not self.running.is_set()}
+            {
+                "requests": self.num_requests,
+                "most": self.most,
+                "paused": not self.running.is_set(),
+                "syncs": self.model_runner.num_syncs,
+            }
         )
 
     async def fake(self, request):
@@ -159,6 +166,9 @@ class Server(WeightReceiver):
             return web.json_response({"choices": [
                 {"index": i, "prompt_logprobs": self.model_runner.score(ids)} for i, ids in enumerate(body["prompt"])
             ]})  # fmt: skip
+        if log := FAKE.get("log"):
+            with open(log, "a") as f:
+                f.write(json.dumps(body) + "\n")
         self.num_requests += 1
         self.now += 1
         self.most = max(self.most, self.now)
@@ -192,7 +202,7 @@ class Server(WeightReceiver):
         choices = []
         for i, (tokens, logps) in enumerate(outs):
             text = tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id])
-            done = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
+            done = "stop" if tokens[-1] == tokenizer.eos_token_id or FAKE.get("stop") else "length"
             logps = [x - FAKE.get("bias", 0) for x in logps]
             if fault == "logprobs":
                 logps = logps[:-1]

@@ -160,7 +160,7 @@ def one_mix(seed, policy, models, path, monkeypatch):
         trained = {(s["group"], s["rollout"]) for s in batch.samples}
         assert trained <= {(r["group"], r["rollout"]) for r in scored if not r["dropped"]}
         net, params = policy
-        metrics = trainer.train_step(
+        metrics, _ = trainer.train_step(
             net, None, torch.optim.AdamW(params, 1e-4), batch, n, cfg, 0, 1, torch.device("cpu")
         )
         assert metrics["loss"] == metrics["loss"] and abs(metrics["loss"]) < 1e3 and not metrics["optim/skipped"]

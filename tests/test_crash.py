@@ -146,7 +146,7 @@ def assert_history(run_dir, steps):
         indices = sorted(index for _, env, index, _ in history if env == name)
         assert sorted(indices + ledger["open"]) == list(range(ledger["next"])), (indices, ledger)
     trained, dropped = set(), {}
-    for path in sorted((run_dir / "batches").glob("*.safetensors")):
+    for path in sorted((run_dir / "batches").glob("step_*.safetensors")):
         batch = load_batch(path)
         trained |= {(s["env"], s["group"]) for s in batch.samples}
         dropped |= batch.info["dropped"]

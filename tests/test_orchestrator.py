@@ -328,7 +328,7 @@ def test_strictly_on_policy(launched):
     assert [m["step"] for m in metrics] == list(range(5)) and [m["version"] for m in metrics] == [1, 2, 3, 4, 5]
     for m in metrics:
         assert not set(KEYS) - set(m), set(KEYS) - set(m)
-        assert m["policy/kl_sampler_age0"] < 1e-6 and m["policy/age0_tokens"] == sum_of_tokens(run_dir, m["step"])
+        assert m["policy/kl_age0"] < 1e-6 and m["policy/tokens_age0"] == sum_of_tokens(run_dir, m["step"])
         assert m["sync/dlogp_max"] < 1e-4
     evals = lines(run_dir / "eval.jsonl")
     assert [e["step"] for e in evals] == [0, 2, 4, 5] and all(e["version_first"] == e["version_last"] for e in evals)
@@ -341,8 +341,8 @@ def sum_of_tokens(run_dir, step):
 
 
 KEYS = """step time version reward/mean reward/std rollout/tokens rollout/truncated rollout/errors rollout/forks
-  group/kept group/flat staleness/mean staleness/max loss policy/entropy policy/kl_sampler policy/kl_sampler_age0
-  policy/age0_tokens policy/clip_frac sync/dlogp_max sync/dlogp_mean reward/p10 reward/p50 reward/p90 optim/lr
+  group/kept group/flat staleness/mean staleness/max loss policy/entropy policy/kl_sampler policy/kl_age0
+  policy/tokens_age0 policy/clip_frac sync/dlogp_max sync/dlogp_mean reward/p10 reward/p50 reward/p90 optim/lr
   optim/grad_norm time/step_s
   time/wait_batch_s time/train_s time/sync_s perf/tokens_per_s perf/mfu perf/peak_gib reward/noisy""".split()
 EVAL_KEYS = (

@@ -10,7 +10,7 @@ FILES = [ROOT / name for name in ("trainer.py", "orchestrator.py", "env.py")]
 
 
 def test_the_three_files_stay_small():
-    assert sum(len(path.read_text().splitlines()) for path in FILES) <= 955
+    assert sum(len(path.read_text().splitlines()) for path in FILES) <= 1000
     assert sum(len(path.read_text().splitlines()) for path in (ROOT / "tools").glob("*.py")) <= 500
     assert len((ROOT / "launch.sh").read_text().splitlines()) <= 200
 

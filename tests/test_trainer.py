@@ -170,7 +170,7 @@ def gradients(cfg, batch, policy=None, one_by_one=False):
     if one_by_one:
         original = trainer.pack
         trainer.pack = lambda lens, *_: [[i] for i in range(len(lens))]
-    metrics = trainer.train_step(policy, None, Keep(params, 0.0), batch, 0, cfg, 0, 1, CPU)
+    metrics, _ = trainer.train_step(policy, None, Keep(params, 0.0), batch, 0, cfg, 0, 1, CPU)
     if one_by_one:
         trainer.pack = original
     return metrics, kept
@@ -391,9 +391,9 @@ def test_reference_kl(lora, make_cfg, tmp_path):
     params = [p for p in policy.parameters() if p.requires_grad]
     ref, optimizer = [p.detach().clone() for p in params], torch.optim.AdamW(params, 1e-2)
     start = policy(micro)[0].detach()
-    first = trainer.train_step(policy, ref, optimizer, batch, 0, cfg, 0, 1, CPU)
+    first, _ = trainer.train_step(policy, ref, optimizer, batch, 0, cfg, 0, 1, CPU)
     now, held = policy(micro)[0].detach(), [p.detach().clone() for p in params]
-    second = trainer.train_step(policy, ref, Idle(params), batch, 1, cfg, 0, 1, CPU)
+    second, _ = trainer.train_step(policy, ref, Idle(params), batch, 1, cfg, 0, 1, CPU)
     assert first["policy/kl_ref"] == pytest.approx(0, abs=1e-6)
     k3 = ((start - now).exp() - (start - now) - 1).mean().item()
     assert k3 > 1e-4 and second["policy/kl_ref"] == pytest.approx(k3, rel=1e-4)
@@ -435,7 +435,7 @@ def test_a_non_finite_gradient_changes_nothing(make_cfg, tmp_path):
     optimizer = torch.optim.AdamW(params, 1e-3)
     params[3].register_hook(lambda grad: grad * float("nan"))
     before = [p.detach().clone() for p in params]
-    assert trainer.train_step(policy, None, optimizer, batch, 0, cfg, 0, 1, CPU)["optim/skipped"] == 1
+    assert trainer.train_step(policy, None, optimizer, batch, 0, cfg, 0, 1, CPU)[0]["optim/skipped"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, params)) and not optimizer.state
 
 
@@ -728,7 +728,7 @@ def test_text_of_unknown_origin_has_ratio_one(make_cfg, tmp_path):
             at = [starts[i] + j for i in order for j, m in enumerate(samples[i]["mask"]) if m]
             own_logp[at] = policy(micro)[0].detach()
             batch = batch._replace(old_logp=own_logp)
-        metrics = trainer.train_step(policy, None, torch.optim.AdamW(params, 1e-3), batch, 0, cfg, 0, 1, CPU)
+        metrics, _ = trainer.train_step(policy, None, torch.optim.AdamW(params, 1e-3), batch, 0, cfg, 0, 1, CPU)
         assert metrics["policy/kl_sampler"] == pytest.approx(0, abs=1e-9)
         results[kind] = metrics["loss"], torch.cat([p.detach().flatten() for p in params])
     assert results["unknown"][0] == pytest.approx(results["own"][0], abs=1e-7)

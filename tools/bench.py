@@ -71,7 +71,9 @@ def main():
     for part in args.parts or PARTS:
         rows, seconds = run(part, args.quick)
         results["parts"][part] = {"rows": rows, "seconds": seconds}
-        show(rows or [{"measure": f"{part}: not measured, no GPU", "value": None, "unit": "", "target": "", "met": None}])
+        show(
+            rows or [{"measure": f"{part}: not measured, no GPU", "value": None, "unit": "", "target": "", "met": None}]
+        )
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1))
     print(f"{results['machine']}; {sum(p['seconds'] for p in results['parts'].values()):.0f} s; {args.out}")

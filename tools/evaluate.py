@@ -17,13 +17,10 @@ from collections import Counter
 from pathlib import Path
 
 import orchestrator
-from configs.lib.batch import save_batch
-from configs.lib.checkpoint import identity
-from configs.lib.data import read_json_lines
-from configs.lib.metrics import eval_metrics, function_means
+from configs.lib.metrics import eval_metrics, function_means, pass_at, wilson
+from configs.lib.offline import write_offline
 from configs.lib.process import UserThreads
-from configs.lib.runtime import RunError, load_config, run_directory
-from configs.lib.text import tokenize_conversation
+from configs.lib.runtime import RunError, load_config
 from env import load_environment
 from trainer import compute_advantages
 
@@ -140,23 +137,6 @@ async def run(args, cfg):
 # --- what it means ----------------------------------------------------------------------------------------------------
 
 
-def wilson(p, n, z=1.96):
-    """95 % interval of a share p of n."""
-    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
-
-
-def pass_at(k, groups):
-    """Unbiased: the chance that k of an example's n rollouts, drawn without replacement, hold one with reward >= 1
-    (2107.03374)."""
-    chances = []
-    for rewards in groups:
-        n, c = len(rewards), sum(r >= 1 for r in rewards)
-        if n >= k:
-            chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
-    return sum(chances) / len(chances) if chances else math.nan, len(chances)
-
-
 def report(name, groups, k, seconds):
     errors = Counter(r.error for group in groups for r in group if r.error)
     scored = [rewards for group in groups if (rewards := [r.reward for r in group if r.reward is not None])]
@@ -185,88 +165,10 @@ def report(name, groups, k, seconds):
         print(f"  {varied:.0%} of the examples have rewards that differ; only these teach.")
 
 
-# --- offline ----------------------------------------------------------------------------------------------------------
-
-
-def to_samples(line, tokenizer, cfg):
-    """One conversation -> samples; text prompts (base models) are continued by text."""
-    if isinstance(line["prompt"], str):
-        prompt, answer = (tokenizer.encode(t) for t in (line["prompt"], "".join(line["completion"])))
-        answer = [t for t in answer if t != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
-        tokens, n = prompt + answer, len(answer)
-        logp = [0.0] * len(prompt) + [math.nan] * n
-        return [{"tokens": tokens, "mask": [0] * len(prompt) + [1] * n, "logp": logp, "turns": [0] * len(tokens)}]
-    messages, more = line["prompt"] + line["completion"], cfg.sampling.chat_template_kwargs
-    return tokenize_conversation(tokenizer, messages, line.get("tools"), len(line["prompt"]), **more)
-
-
-def read_groups(args, cfg):
-    """-> [[line, ...], ...]: the lines of an example, with samples; without those that nothing can be learned from."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
-    if cfg.run.chat_template:
-        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-    is_sft, groups, dropped = cfg.trainer.loss == "sft", {}, Counter()
-    for i, line in enumerate(read_json_lines(args.offline, str(args.offline))):
-        if line.get("error"):  # of the rollout
-            dropped["failed"] += 1
-            continue
-        if not (line.get("prompt") and line.get("completion")):
-            raise RunError(4, f"{args.offline}: line {i + 1} has no prompt or no completion: {str(line)[:200]}")
-        samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
-        if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
-            samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]
-            reward = 0.0 if cfg.orchestrator.zero_truncated_completions and reward is not None else reward
-        if reward is None and not is_sft:
-            dropped["unscored"] += 1
-        elif line.get("truncated") and is_sft:
-            dropped["truncated"] += 1
-        elif reward is not None and reward < args.min_reward:
-            dropped["below --min-reward"] += 1
-        elif max(len(s["tokens"]) for s in samples) > cfg.run.max_seq_len:
-            dropped["longer than max_seq_len"] += 1
-        else:
-            key = line.get("env", ""), line.get("example", json.dumps(line["prompt"]))
-            turns = {"num_turns": len({t for s in samples for t in s["turns"]}), "reward": reward or 0.0}
-            groups.setdefault(key, []).append(line | turns | {"samples": samples})
-    for key, group in [] if is_sft else list(groups.items()):
-        same = {(x["reward"], *(x.get("turn_rewards") or ()), x["num_turns"] * (cfg.trainer.gamma < 1)) for x in group}
-        dropped["flat"] += len(groups.pop(key)) if len(same) == 1 else 0
-    return list(groups.values()), dropped
-
-
-def write_offline(args, cfg):
-    groups, dropped = read_groups(args, cfg)
-    t, run_dir, n, batch, size = cfg.trainer, run_directory(cfg, "-offline"), 0, [], 0
-    if any((run_dir / "batches").iterdir()):
-        raise RunError(2, f"{run_dir / 'batches'} holds batches: choose another run_name, or remove them")
-    for group in groups + [[]]:
-        batch, size = batch + [group] * bool(group), size + len(group)
-        if batch and (size >= cfg.orchestrator.batch_size or not group):
-            samples = []
-            table = (
-                compute_advantages(batch, t.advantage, t.gamma) if t.loss != "sft" else [[1.0] * len(b) for b in batch]
-            )
-            for g, (lines, row) in enumerate(zip(batch, table)):
-                for i, (line, adv) in enumerate(zip(lines, row)):
-                    about = {"env": line.get("env", ""), "example": line.get("example"), "group": g, "rollout": i}
-                    about |= {"advantage": adv, "temperature": cfg.sampling.temperature, "reward": line["reward"]}
-                    about |= {"turn_rewards": line.get("turn_rewards"), "num_turns": line["num_turns"]}
-                    samples += [about | s for s in line["samples"]]
-            info = {"run": identity(cfg), "step": n, "offline": True, "rollouts": size, "advantage": t.advantage}
-            info |= {"gamma": t.gamma, "max_tokens": cfg.sampling.max_tokens, "max_staleness": 0}
-            save_batch(run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info)
-            n, batch, size = n + 1, [], 0
-    print(f"{n} batches in {run_dir / 'batches'}; left out: {dict(+dropped) or 'nothing'}")
-    if not n:
-        raise RunError(4, f"{args.offline}: nothing to learn from: {dict(dropped)}")
-    print(f"next: torchrun trainer.py {args.config} --replay {run_dir / 'batches'} {' '.join(args.overrides)}")
-
-
 def main(argv):
     args, cfg = arguments(argv)
     if args.offline:
-        write_offline(args, cfg)
+        place = write_offline(args.offline, args.min_reward, compute_advantages, cfg)
+        print(f"next: torchrun trainer.py {args.config} --replay {place} {' '.join(args.overrides)}")
     else:
         asyncio.run(run(args, cfg))

@@ -1,6 +1,8 @@
-"""python tools/plot.py outputs/run [more runs ...] -> curves.png in the first: eval, reward, KL, entropy, time."""
+"""python tools/plot.py outputs/run [more runs, or their replays ...] -> curves.png in the first: eval, reward, KL by
+age, entropy, canary, time. Shades of grey and line styles, for paper. launch.sh draws one after each evaluation."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -35,8 +37,12 @@ def plot(runs, out):
         if None not in low:
             axis.fill_between(steps, low, high, color="0.85", alpha=1 / len(runs))
         axis.set_title("training reward: mean, 10th to 90th percentile")
+        ages = sorted({int(k[13:]) for m in metrics for k in m if k.startswith("policy/kl_age")})
+        for age, line in zip(ages if len(runs) == 1 else (), (":", "--", "-.", (0, (1, 4)), (0, (5, 5)), (0, (9, 3)))):
+            values = [m.get(f"policy/kl_age{age}") or float("nan") for m in metrics]
+            axes[0, 2].plot(steps, values, linestyle=line, color="0.4", label=f"{age} versions old")
         for axis, key, title in (
-            (axes[0, 2], "policy/kl_sampler", "KL trainer to sampler (k3)"),
+            (axes[0, 2], "policy/kl_sampler", "KL(sampler || policy), k3, nats"),
             (axes[1, 0], "policy/entropy", "entropy (nats)"),
             (axes[1, 1], "sync/dlogp_max", "canary after each sync: largest |dlogp|"),
         ):
@@ -46,6 +52,8 @@ def plot(runs, out):
             axis.set_title(title)
         for axis in (axes[0, 2], axes[1, 1]):
             axis.set_yscale("log")
+        if len(runs) == 1 and len(ages) > 1:
+            axes[0, 2].legend()
         if run is not runs[0]:
             continue
         axis, below = axes[1, 2], [0.0] * len(metrics)
@@ -60,8 +68,12 @@ def plot(runs, out):
     for axis in axes.flat:
         axis.set_xlabel("version")
         axis.grid(alpha=0.3)
-    axes[0, 0].legend()
-    fig.savefig(out, dpi=90)
+    if axes[0, 0].has_data():
+        axes[0, 0].legend()
+    elif len(runs) > 1:  # replays have no evaluation: name the runs where there is something
+        axes[1, 0].legend([run.name for run in runs])
+    fig.savefig(tmp := out.with_suffix(".tmp.png"), dpi=90)
+    os.replace(tmp, out)  # a reader sees a whole picture
 
 
 if __name__ == "__main__":

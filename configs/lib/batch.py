@@ -39,6 +39,13 @@ def save_batch(path, samples, info):
     os.replace(tmp, path)
 
 
+def save_logp(run_dir, step, logp_T):
+    """The trainer's own logp of a batch's tokens, before its step, for tools/show.py; 0 where nothing is trained."""
+    path = run_dir / "batches" / f"logp_{step:06d}.safetensors"
+    save_file({"logp": logp_T.cpu()}, tmp := path.with_suffix(".tmp"))
+    os.replace(tmp, path)
+
+
 def digest(data, about):
     whole = hashlib.sha256(about["samples"].encode() + about["info"].encode())
     for name in sorted(data):

@@ -97,7 +97,7 @@ class WeightSender:
         if missing := sorted(self.names - set(tensors)):
             raise RunError(3, f"sync of version {version}: the trainer gathered no {missing[:3]}")
         refuse_non_finite(tensors, f"sync of version {version}")
-        self.names = set(tensors)
+        is_first, self.names = not self.names, set(tensors)
         hold = self.run_dir / "eval_hold"  # until when an evaluation wants the present weights; 0: none is under way
         until = lambda: float(hold.read_text() or 0) if hold.exists() else 0.0  # noqa: E731
         while not adapter and time.time() < until():
@@ -118,7 +118,7 @@ class WeightSender:
             works[0][0].wait(limit)
         except RuntimeError as e:  # a peer is gone or silent; if it said why, that is raised
             [reply.result() for reply in replies]
-            raise RunError(3, f"broadcast of version {version}: {e}") from e
+            raise RunError(3, f"{'first ' * is_first}broadcast over {self.backend}, of version {version}: {e}") from e
         for got in (worker for reply in replies for worker in reply.result()):
             wrong = [
                 f"{k} not as sent" if k in got["sums"] else f"{k} missing"
@@ -132,7 +132,7 @@ class WeightSender:
                 "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name), "load_inplace": True}
             )
             self.loaded.append((version, name))
-            while self.loaded[0][0] < version - staleness - 1 and not until():  # no request can still name it
+            while self.loaded[0][0] < max(version - staleness - 1, 0) and not until():  # no request can still name it
                 servers.post_all("/v1/unload_lora_adapter", {"lora_name": self.loaded[0][1]})
                 shutil.rmtree(path / self.loaded.pop(0)[1])
         else:
@@ -142,8 +142,9 @@ class WeightSender:
         value, limit = (max(diffs), 1e-3) if t.dtype == "fp32" else (metrics["sync/dlogp_mean"], 0.05)
         if not value <= (t.max_sync_dlogp or limit):
             raise RunError(3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
-        (tmp := self.run_dir / "version.tmp").write_text(str(version))
-        os.replace(tmp, self.run_dir / "version")
+        if version >= 0:  # the pre-flight's -1 is not for use
+            (tmp := self.run_dir / "version.tmp").write_text(str(version))
+            os.replace(tmp, self.run_dir / "version")
         return metrics
 
 

@@ -3,10 +3,13 @@
 import asyncio
 import functools
 import json
+import math
 import time
 
+import numpy as np
+
 from configs.lib.metrics import eval_metrics
-from configs.lib.runtime import RunError
+from configs.lib.runtime import RunError, read_lines
 
 
 def check_environments(envs, cfg):
@@ -47,6 +50,7 @@ async def evaluate(run_group, sample, envs, client, run_dir, cfg):
 
     results = await asyncio.gather(*(whole(env) for env in envs.values()))
     hold.write_text("0")
+    before = [json.loads(line) for line in read_lines(run_dir / "eval.jsonl")]
     last = version if cfg.sends_adapters else client.version
     written = ""
     for name, (groups, seconds) in zip(envs, results):
@@ -54,11 +58,24 @@ async def evaluate(run_group, sample, envs, client, run_dir, cfg):
             raise RunError(4, f"evaluation of {name} at version {version}: every rollout failed: {groups[0][0].error}")
         line = {"step": version, "version_first": version, "version_last": last, "env": name}
         line |= eval_metrics(groups) | {"seconds": seconds}
+        scored = [[r.reward for r in group if r.reward is not None] for group in groups]
+        line["rows"] = [sum(rewards) / len(rewards) if rewards else None for rewards in scored]
+        start = next((e for e in before if e["step"] == 0 and e["env"] == name), line)
+        line |= paired(start["rows"], line["rows"])
         written += json.dumps(line) + "\n"
         shown = ", ".join(f"{k} {v:.3f}" for k, v in line.items() if type(v) is float)
         print(f"eval at version {version}: {f'{name}: ' if len(envs) > 1 else ''}{shown}", flush=True)
     with open(run_dir / "eval.jsonl", "a") as f:  # at once: a version's lines are there, or none
         f.write(written)
+
+
+def paired(first, now):
+    """Mean rewards of the same rows at version 0 and now -> their mean difference and its 95 % half width. Paired: rows
+    differ from each other far more than versions do."""
+    diffs = np.array([b - a for a, b in zip(first, now) if None not in (a, b)])
+    if len(diffs) < 2:
+        return {"gain": None, "gain_ci95": None}
+    return {"gain": float(diffs.mean()), "gain_ci95": float(1.96 * diffs.std(ddof=1) / math.sqrt(len(diffs)))}
 
 
 async def evaluate_when_due(run_group, sample, envs, client, run_dir, cfg):

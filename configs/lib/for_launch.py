@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 
 from configs.lib.process import free_port, run_role
-from configs.lib.runtime import RunError, difference, identity, load_config, redacted, run_directory
+from configs.lib.runtime import RunError, arguments, difference, identity, redacted, run_directory
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 
@@ -22,7 +22,7 @@ def main(argv):
         return print(f"name={q(first['role'])} pid={q(str(pid))} code={first['code']} cause={q(first['cause'])}")
     if argv[0] == "--port":
         return print(free_port([int(port) for port in argv[1:]]))
-    new, cfg = Path(argv[0]), load_config(argv[1], argv[2:])  # launch.sh takes over what is in `new` with the lock
+    new, cfg = Path(argv[0]), arguments(__doc__, argv[1:])[0]  # launch.sh takes over what is in `new` with the lock
     run, t, inf, run_dir = cfg.run, cfg.trainer, cfg.inference, run_directory(cfg)
     mine, theirs = identity(cfg), run_dir / "identity.json"
     used = any(next((run_dir / part).iterdir(), None) for part in ("batches", "checkpoints"))
@@ -51,7 +51,7 @@ def main(argv):
     plain |= {"SEED": run.seed, "TEMPLATE": run.chat_template, "INF_GPUS": inf.gpus, "TRAIN_GPUS": t.gpus, "LORA": lora}
     plain |= {"TP": inf.args.get("tensor_parallel_size", 1), "PORT": inf.port, "STEPS": run.max_steps}
     plain |= {"COMPLETE": int(complete), "PATIENCE": cfg.orchestrator.version_timeout, "PREPARE_S": run.prepare_timeout}
-    plain |= {"STALENESS": cfg.orchestrator.max_staleness}
+    plain |= {"TRACKER": run.tracker, "STALENESS": cfg.orchestrator.max_staleness}
     plain["RANK_LORA"] = min(r for r in VLLM_LORA_RANKS if r >= t.lora_rank) if lora else 0
     print("\n".join(f"{k}={q(str(v))}" for k, v in plain.items()))
     print(f"URLS=({' '.join(map(q, inf.urls))})\nARGS=({' '.join(map(q, flags))})")

@@ -8,6 +8,8 @@ from collections import Counter
 
 import numpy as np
 
+from configs.lib.runtime import read_lines
+
 
 def rollout_metrics(groups, samples):
     """Of one batch: everything, and where several environments are mixed, env/<name>/ and the most of it for each.
@@ -64,6 +66,23 @@ def eval_metrics(groups):
 def function_means(rollouts):
     names = sorted({name for r in rollouts for name in r.metrics})
     return {name: float(np.mean([r.metrics[name] for r in rollouts if name in r.metrics])) for name in names}
+
+
+def wilson(p, n, z=1.96):
+    """95 % interval of a share p of n."""
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def pass_at(k, groups):
+    """Unbiased: the chance that k of an example's n rollouts, drawn without replacement, hold one with reward >= 1
+    (2107.03374)."""
+    chances = []
+    for rewards in groups:
+        n, c = len(rewards), sum(r >= 1 for r in rewards)
+        if n >= k:
+            chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
+    return sum(chances) / len(chances) if chances else math.nan, len(chances)
 
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16
@@ -136,6 +155,44 @@ def where_time_goes(run_dir, first, before, pages):
 
 
 KL_WARNING = 0.05  # nats; on one set of weights the two engines agree far better, and a version or two adds little
+WINDOW = 10  # steps that the other warnings look at, and after which they come again
+
+
+def warnings(lines):
+    """What the means of the last lines of metrics.jsonl say about how it goes, and which key to turn -> [text]."""
+
+    def mean(key):
+        values = [line[key] for line in lines if line.get(key) is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    found, groups = [], sum(mean(f"group/{name}") for name in ("kept", "flat", "failed", "long", "empty"))
+    if groups and mean("group/flat") > 0.8 * groups or mean("reward/std") < 1e-3:
+        found.append(
+            f"reward variance vanishes: {mean('group/flat'):.0f} of {groups:.0f} groups are flat, reward "
+            f"{mean('reward/mean'):.3f} +- {mean('reward/std'):.3f}; harder rows where they are solved "
+            "(orchestrator.buffer, retire_after), easier ones, a finer reward or demonstrations where they are not; "
+            "larger groups, more temperature"
+        )
+    if (share := mean("rollout/truncated")) > 0.5:
+        found.append(
+            f"{share:.0%} of the rollouts are cut off: raise orchestrator.sampling.max_tokens or max_seq_len, reward "
+            "brevity, or set orchestrator.mask_truncated_completions"
+        )
+    ages = sorted(int(key[13:]) for key in set().union(*lines) if key.startswith("policy/kl_age"))
+    if len(ages) > 1:
+        young, old = mean(f"policy/kl_age{ages[0]}"), mean(f"policy/kl_age{ages[-1]}")
+        if old > max(3 * young, KL_WARNING / 5):
+            found.append(
+                f"KL(sampler || policy) grows with age: {young:.1e} nats at {ages[0]}, {old:.1e} at {ages[-1]} "
+                "versions; lower orchestrator.max_staleness or trainer.learning_rate"
+            )
+    wait = mean("time/wait_batch_s") / max(mean("time/step_s"), 1e-9)
+    if wait > 0.5:
+        found.append(
+            f"the trainer is starved: it waits {wait:.0%} of the time for rollouts; raise inference.gpus, "
+            "orchestrator.max_concurrent or max_staleness, or oversampling_factor where groups are flat"
+        )
+    return found
 
 
 def log_step(run_dir, step, last, metrics, started, waited):
@@ -150,9 +207,57 @@ def log_step(run_dir, step, last, metrics, started, waited):
     ]
     print(f"step {step + 1:5d}/{last} |", " | ".join(parts), flush=True)
     if (kl := metrics.get("policy/kl_sampler") or 0) > KL_WARNING:
-        own = metrics.get("policy/kl_sampler_age0")
+        own = metrics.get("policy/kl_age0")
         of = f"{own:.2f} on rollouts of the very same weights: the engines disagree" if own else "of stale rollouts"
         remedy = (
             "look at sync/dlogp_mean and trainer.dtype" if own and own > kl / 2 else "lower max_staleness or the lr"
         )
         print(f"warning: step {step + 1}: KL(sampler || policy) is {kl:.2f} nats, {of}; {remedy}", flush=True)
+    if (step + 1) % WINDOW == 0 and metrics["time/sync_s"] is not None:
+        lines = [json.loads(line) for line in read_lines(run_dir / "metrics.jsonl")[-WINDOW:]]
+        for text in warnings([line for line in lines if line["step"] > step - WINDOW]):
+            print(f"warning: steps {step + 2 - WINDOW} to {step + 1}: {text}", flush=True)
+
+
+def show_rollout(step, lines, cut=600):
+    """One rollout of a batch on the console, another one each time, with the parts of its reward. What a model wrote
+    must not steer a terminal: what is not printable is escaped."""
+    scored = [line for line in lines if line["reward"] is not None]
+    if not scored:
+        return
+    line = scored[step * 7919 % len(scored)]
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items())
+    adv = line["advantage"]
+    adv = adv if adv is None else ", ".join(f"{a:+.3f}" for a in (adv if isinstance(adv, list) else [adv]))
+    print(
+        f"rollout of step {step + 1}: {line['env']}, row {line['example']}: reward {line['reward']:.3f} ({parts})",
+        end="",
+    )
+    print(f", advantage {adv}" if adv else f", not trained on: {line['dropped']}")
+    for message in as_messages(line["prompt"]) + as_messages(line["completion"]):
+        text = message.get("content") or ""
+        text = text if isinstance(text, str) else json.dumps(text)
+        calls = "".join(
+            f" -> {c['function']['name']}({c['function']['arguments']})" for c in message.get("tool_calls") or ()
+        )
+        text = printable(text if len(text) <= cut else f"{text[: cut // 2]} [...] {text[-cut // 2 :]}") + printable(
+            calls
+        )
+        first, *more = text.split("\n") or [""]
+        print(f"rollout | {message.get('role', 'text'):>9}: {first}")
+        for row in more:
+            print(f"rollout | {'':>9}  {row}")
+    print(end="", flush=True)
+
+
+def as_messages(text):
+    """Messages, or text of a base model, as messages."""
+    return (
+        [{"role": "text", "content": text}]
+        if isinstance(text, str)
+        else [{"role": "text", "content": m} if isinstance(m, str) else m for m in text]
+    )
+
+
+def printable(text):
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)

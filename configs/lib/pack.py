@@ -48,7 +48,8 @@ def collate(batch, indices, device):
         "adv_N": batch.advantages[next_N],
         "mask_N": torch.full_like(next_N, is_real, dtype=torch.bool),
         "sample_N": sample_N,
-        "age0_N": torch.tensor([s.get("age") == 0 for s in meta])[sample_N],
+        "age_N": torch.tensor([s.get("age", -1) for s in meta])[sample_N],
+        "at_N": next_N,  # in the batch
     }
     return {"lens": lens.tolist()} | {k: v.to(device, non_blocking=True) for k, v in micro.items()}
 

@@ -45,6 +45,15 @@ finish() { # code, last line
     done
     sweep KILL "$TAG" "$SCRATCH"; sleep 0.1; } 2>/dev/null # bash tells of each that it was killed
     [ "$code" = 0 ] && echo "$last" || echo "$last" >&2
+    if [ "$code" = 3 ] && [[ ${last,,} == *nccl* ]] && [ ! -f "$RUN_DIR/version" ]; then # NCCL reads it once per process
+        if [ -z "${ROLEMODEL_P2P:-}" ]; then
+            export ROLEMODEL_P2P=${NCCL_P2P_DISABLE:-0}
+            export NCCL_P2P_DISABLE=$((1 - ROLEMODEL_P2P))
+            echo "[launch] again, with NCCL_P2P_DISABLE=$NCCL_P2P_DISABLE" >&2
+            exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
+        fi
+        echo "check: FAIL NCCL works neither with NCCL_P2P_DISABLE=0 nor 1: trainer.sync_backend = \"gloo\" goes through host memory" >&2
+    fi
     if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && version=$(reached) && [ "$version" -gt "${ROLEMODEL_REACHED:--1}" ]; then
         echo "[launch] restart after version $version, $((MAX_RESTARTS - 1)) left" >&2
         ROLEMODEL_REACHED=$version MAX_RESTARTS=$((MAX_RESTARTS - 1)) exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-

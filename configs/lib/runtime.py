@@ -21,16 +21,21 @@ class RunError(Exception):
 
 
 def arguments(doc, argv):
-    """config.toml [table.key=value ...] [--replay DIR] -> cfg, the batch files in DIR."""
+    """config.toml [table.key=value ...] [--replay DIR | --check] -> cfg, the batch files in DIR."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="trainer: train on saved batches, without a server")
+    parser.add_argument("--check", action="store_true", help="the pre-flight alone: no step, no evaluation")
     args = parser.parse_intermixed_args(argv)
     files = sorted(args.replay.glob("step_*.safetensors")) if args.replay else []
     if args.replay and not files:
         raise RunError(2, f"--replay {args.replay}: no step_*.safetensors there")
-    return load_config(args.config, args.overrides), files
+    cfg = load_config(args.config, args.overrides)
+    if args.check:
+        cfg.run = cfg.run._replace(max_steps=0, preflight=True, run_name=cfg.run.run_name + "-check", tracker="")
+        cfg.eval = cfg.eval._replace(every=0)
+    return cfg, files
 
 
 def load_config(path, overrides=()):
@@ -153,6 +158,10 @@ def check(cfg):
         ),
         (inf.gpus % tp, f"inference.gpus = {inf.gpus} is no multiple of inference.args.tensor_parallel_size = {tp}"),
         (remote and not inf.allow_remote, f"inference.urls or sync_host: {remote} needs inference.allow_remote = true"),
+        (
+            set(t.shadow_losses) - {"cispo", "grpo", "dr_grpo", "dppo", "icepop", "gspo"},
+            f"trainer.shadow_losses = {t.shadow_losses}: only the built-in losses that clip",
+        ),
         (g < 2, f"orchestrator.rollouts_per_example = {g}: a group needs at least 2 for its baseline"),
         (o.batch_size % g, f"orchestrator.batch_size = {o.batch_size} is no multiple of rollouts_per_example = {g}"),
         (o.max_concurrent < g, f"orchestrator.max_concurrent = {o.max_concurrent} is below rollouts_per_example = {g}"),

@@ -79,7 +79,7 @@ def measure(shape, lora, recompute, tokens, steps=4):
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        metrics = trainer.train_step(policy, None, optimizer, batch, step, cfg, rank, world, device)
+        metrics, _ = trainer.train_step(policy, None, optimizer, batch, step, cfg, rank, world, device)
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.append(metrics | {"seconds": time.perf_counter() - began})

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=rolemodel
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --output=%x-%j.log
+# sbatch configs/slurm.sh config.toml [table.key=value ...], from the repository, which all nodes must see.
+# The first node gives inference.gpus of its GPUs to vLLM; every node gives the same number, trainer.gpus, to the trainer.
+set -eu
+config=$1; shift
+export NNODES=$SLURM_JOB_NUM_NODES MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) ROLEMODEL_RUN_ID=slurm-$SLURM_JOB_ID
+nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=$(getent hosts "${nodes%%$'\n'*}" | awk '{print $1; exit}')
+export MASTER_ADDR
+bash launch.sh --setup
+PY=.venv/bin/python; [ -x "$PY" ] || PY=python3
+gpus=$("$PY" -c "import sys; sys.path.insert(0, '.'); from configs.lib.runtime import load_config
+print(load_config(sys.argv[1], sys.argv[2:]).trainer.gpus)" "$config" "$@")
+more=("trainer.replicas=$NNODES" "$@")
+# shellcheck disable=SC2016  the variables are each node's own
+PY=$PY GPUS=$gpus srun --kill-on-bad-exit=1 bash -c '
+    if [ "$SLURM_NODEID" = 0 ]; then exec bash launch.sh "$@"; fi
+    config=$1; shift
+    exec "$PY" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" trainer.py "$config" "$@"' node "$config" "${more[@]}"

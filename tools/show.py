@@ -1,0 +1,113 @@
+"""python tools/show.py outputs/run [--color advantage|diff] [--step N] ...: rollouts for reading, newest first.
+
+Through a pager where there is a terminal. With --color each sampled token of what was trained on is coloured by its
+advantage (green: made likelier, red: unlikelier) or by trainer's - sampler's logp, in three shades: over a tenth, a
+third and two thirds of the batch's largest advantage, or over 0.001, 0.01 and 0.1 nats. Without colours (NO_COLOR, no
+terminal) there is a [++] or [-] behind a token instead. What was not sampled is dim."""
+
+import argparse
+import json
+import os
+import pydoc
+import sys
+import tomllib
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from configs.lib.metrics import as_messages, printable
+from configs.lib.runtime import read_lines
+
+GREEN, RED = (194, 120, 40), (224, 210, 196)  # backgrounds among the 256 colours, pale to strong
+
+
+def paint(text, value, limits, is_plain):
+    level = sum(abs(value) > limit for limit in limits)
+    if not level:
+        return text
+    if is_plain:
+        return f"{text}[{('+' if value > 0 else '-') * level}]"
+    return f"\x1b[30;48;5;{(GREEN if value > 0 else RED)[level - 1]}m{text}\x1b[0m"
+
+
+def tokens_of(run, line, tokenizer, color, is_plain):
+    """The samples of a rollout as text with coloured tokens, or None where it was not trained on."""
+    import torch
+    from safetensors.torch import load_file
+
+    from configs.lib.batch import load_batch
+
+    path = run / "batches" / f"step_{line['step']:06d}.safetensors"
+    if line["advantage"] is None or not path.exists():
+        return None
+    batch, values = load_batch(path), None
+    if color == "advantage":
+        values, limits = batch.advantages, [x * batch.advantages.abs().max().item() for x in (0.1, 1 / 3, 2 / 3)]
+    else:
+        own = run / "batches" / f"logp_{line['step']:06d}.safetensors"
+        if not own.exists():
+            return f"(step {line['step'] + 1} has not been trained yet)\n"
+        values, limits = load_file(own)["logp"] - batch.old_logp, [1e-3, 1e-2, 1e-1]
+    out, dim = "", ("", "") if is_plain else ("\x1b[2m", "\x1b[0m")
+    key = {k: line[k] for k in ("env", "group", "rollout")}
+    parts = zip(batch.samples, *(x.split(batch.sample_lens.tolist()) for x in (batch.tokens, batch.loss_mask, values)))
+    for sample, ids, mask, value in parts:
+        if key.items() <= sample.items():
+            for token, is_trained, x in zip(ids.tolist(), mask.tolist(), torch.nan_to_num(value).tolist()):
+                text = printable(tokenizer.decode([token]))
+                out += paint(text, x, limits, is_plain) if is_trained else f"{dim[0]}{text}{dim[1]}"
+            out += "\n"
+    return out
+
+
+def chosen(run, args):
+    for line in map(json.loads, read_lines(run / "rollouts.jsonl")):
+        low, high, reward = args.min_reward, args.max_reward, line["reward"]
+        wanted = {"step": args.step, "env": args.env, "example": args.row}
+        if any(v is not None and line[k] != v for k, v in wanted.items()):
+            continue
+        if (low is None and high is None) or (
+            reward is not None and (low or -1e300) <= reward <= (1e300 if high is None else high)
+        ):
+            yield line
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    for name, kind in {"step": int, "env": str, "row": int, "min-reward": float, "max-reward": float}.items():
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--sort", choices=("step", "reward", "advantage"), default="step", help="largest first")
+    parser.add_argument("--n", type=int, default=10)
+    parser.add_argument("--color", choices=("advantage", "diff"))
+    args = parser.parse_args(argv)
+    is_terminal, tokenizer = sys.stdout.isatty(), None
+    is_plain = bool(os.environ.get("NO_COLOR")) or not is_terminal
+    if args.color:
+        import transformers
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            tomllib.loads((args.run / "config.toml").read_text())["model"]
+        )
+
+    def height(line):
+        value = line[args.sort]
+        return float(max(value) if isinstance(value, list) else -1e300 if value is None else value)
+
+    text = ""
+    for line in sorted(chosen(args.run, args), key=height, reverse=True)[: args.n]:
+        parts = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items())
+        reward = line["error"] if line["reward"] is None else f"reward {line['reward']:.3f} ({parts})"
+        end = ", cut off" * line["truncated"] + (f", dropped: {line['dropped']}" if line["dropped"] else "")
+        text += f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['rollout']}: "
+        text += f"{reward}, advantage {line['advantage']}{end}\n"
+        colored = args.color and tokens_of(args.run, line, tokenizer, args.color, is_plain)
+        for message in [] if colored else as_messages(line["prompt"]) + as_messages(line["completion"]):
+            calls = "".join(f"\n  -> {json.dumps(call['function'])}" for call in message.get("tool_calls") or ())
+            text += f"[{message['role']}] {printable(str(message.get('content') or ''))}{printable(calls)}\n"
+        text += (colored or f"[answer wanted] {printable(str(line['answer']))}\n") + "\n"
+    os.environ.setdefault("LESS", "-R")
+    pydoc.pager(text) if is_terminal else print(text or "no such rollout")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
