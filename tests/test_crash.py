@@ -274,9 +274,9 @@ def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
 @pytest.mark.parametrize("case", some([
     ({"generate 6": "exit"}, "role=inference .*ended with status 0 before the run was done"),
     ({"generate 6": "silent"}, r"requests wait and http://127.0.0.1:\d+ has answered none for 4 s"),
-    ({"sync 2": "raise"}, "fault asked for: sync raises after its first tensor"),
-    ({"sync 2": "hang"}, r"broadcast of version 1: |/collective_rpc: ReadTimeout: .*sync_timeout_s = 5"),
-    ({"sync 2": "500"}, "no weights today"),
+    ({"sync 3": "raise"}, "fault asked for: sync raises after its first tensor"),
+    ({"sync 3": "hang"}, r"broadcast over gloo, of version 1: |/collective_rpc: ReadTimeout: .*sync_timeout_s = 5"),
+    ({"sync 3": "500"}, "no weights today"),
 ], 1))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case

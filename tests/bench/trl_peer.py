@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the very rollouts, and on the very task, that trainer.py gets; for tools/bench.py.
 
     python trl_peer.py step MODEL ROLLOUTS.json STEPS [trim]       -> {"train_s": [seconds per optimizer step, ...]}
-    python trl_peer.py run MODEL STEPS SEED LEARNING_RATE          -> {"reward": [...], "at": [seconds], "step_s": ...}
+    python trl_peer.py run MODEL STEPS SEED LEARNING_RATE GOAL     -> {"reward": [...], "at": [seconds], "step_s": ...}
 
 As shipped: 8 sequences a micro-batch, padded to the longest of the whole batch; trim: to the longest of its own.
 Neither recomputes activations, as ours does not; TRL would by default."""
@@ -51,14 +51,15 @@ class Timed(GRPOTrainer):
 
 class Clock(TrainerCallback):
     def __init__(self):
-        self.trainer, self.train_s, self.step_s = None, [], []
+        self.trainer, self.train_s, self.step_s, self.is_enough = None, [], [], lambda: False
 
     def on_step_begin(self, *_, **__):
         self.began, self.before = time.perf_counter(), self.trainer.other_s
 
-    def on_step_end(self, *_, **__):
+    def on_step_end(self, args, state, control, **_):
         self.step_s.append(time.perf_counter() - self.began)
         self.train_s.append(self.step_s[-1] - (self.trainer.other_s - self.before))
+        control.should_training_stop |= self.is_enough()
 
 
 def step(model, rollouts, steps, trim=""):
@@ -84,8 +85,9 @@ def step(model, rollouts, steps, trim=""):
     return {"train_s": clock.train_s}
 
 
-def run(model, steps, seed, learning_rate):
-    """The quickstart's task: 16 words x 16 answers a step, in the order in which our orchestrator takes them."""
+def run(model, steps, seed, learning_rate, goal):
+    """The quickstart's task: 16 words x 16 answers a step, in the order in which our orchestrator takes them; until three
+    batches have the goal's mean."""
     import reverse_text
 
     from configs.lib.order import Order
@@ -112,7 +114,7 @@ def run(model, steps, seed, learning_rate):
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), reward, config, data,
         processing_class=AutoTokenizer.from_pretrained(model), callbacks=[clock],
     )  # fmt: skip
-    clock.trainer = trainer
+    clock.trainer, clock.is_enough = trainer, lambda: len(means) > 2 and sum(means[-3:]) / 3 >= float(goal)
     began = time.perf_counter()
     trainer.train()
     return {"reward": means, "at": at, "step_s": clock.step_s, "train_s": clock.train_s}

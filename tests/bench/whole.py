@@ -20,6 +20,7 @@ from pathlib import Path
 from common import PATHS, ROOT, row, tell
 
 conftest = importlib.import_module("conftest")  # beside tests; common has put them on the path
+read_lines = importlib.import_module("configs.lib.runtime").read_lines
 
 LR, GOAL = "4e-4", 0.90
 
@@ -35,9 +36,19 @@ def ours(place, steps, seed):
     ]  # fmt: skip
     env, began = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}, time.time()
     command = ["bash", str(ROOT / "launch.sh"), str(ROOT / "configs" / "reverse_text.toml"), *overrides]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    lines = conftest.lines(place / f"seed{seed}" / "metrics.jsonl")
+    with tempfile.TemporaryFile() as said:
+        process, file = (
+            subprocess.Popen(command, env=env, stdout=said, stderr=said),
+            place / f"seed{seed}" / "metrics.jsonl",
+        )
+        while process.poll() is None:
+            time.sleep(0.5)
+            lines = [json.loads(line) for line in read_lines(file)]
+            if until([m["reward/mean"] for m in lines], [m["time"] for m in lines]):
+                process.terminate()  # it is there; launch.sh ends what it started
+                process.wait(60)
+        said.seek(0)
+        assert process.returncode in (0, 143), said.read().decode()[-3000:]
     zero = lines[0]["time"] - lines[0]["time/step_s"]  # training begins: the wait for the first batch counts
     times = [m["time"] for m in lines]
     step_s = statistics.median(b - a for a, b in zip(times[5:], times[6:]))
@@ -46,7 +57,7 @@ def ours(place, steps, seed):
 
 
 def peer(model, steps, seed):
-    command = [sys.executable, "trl_peer.py", "run", str(model), str(steps), str(seed), LR]
+    command = [sys.executable, "trl_peer.py", "run", str(model), str(steps), str(seed), LR, str(GOAL)]
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.cache' / 'peers'}:{PATHS}", "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=ROOT / "tests" / "bench", env=env, stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
@@ -64,7 +75,7 @@ def until(rewards, at):
 def main(quick):
     if shutil.which("nvidia-smi"):  # launch.sh would take the GPU, TRL is told not to
         return tell([])
-    model, steps, rows, table = ROOT / ".cache" / "reverse_text", 12 if quick else 75, [], []
+    model, steps, rows, table = ROOT / ".cache" / "reverse_text", 12 if quick else 120, [], []
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         if not model.is_dir():
             command = [
