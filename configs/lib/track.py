@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from configs.lib.metrics import as_messages
-from configs.lib.runtime import read_lines, redacted
+from configs.lib.runtime import redacted
 
 COLUMNS = ("step", "env", "example", "rollout", "reward", "advantage", "truncated", "prompt", "completion")
 EVERY, ROWS = 10, 64
@@ -64,41 +64,53 @@ def flat(line):
     ]
 
 
-def send(run_dir, sent, log, table):
-    """What is new since `sent`: {file: the last version, or step, of it}."""
+def fresh(path, at):
+    """Whole lines since the last call as dicts; at: {path: bytes read}. A shorter file was cut by a resumed run."""
+    size = path.stat().st_size if path.exists() else 0
+    at[path] = at.get(path, 0) if size >= at.get(path, 0) else 0
+    if not size:
+        return []
+    with open(path, "rb") as f:
+        f.seek(at[path])
+        data = f.read()
+    data = data[: data.rfind(b"\n") + 1]
+    at[path] += len(data)
+    return [json.loads(line) for line in data.splitlines()]
+
+
+def send(run_dir, sent, at, waiting, is_last, log, table):
+    """What is new. sent: {file: its last version, or step}; waiting: rollouts of a batch that may be half there."""
     for file, key in (("metrics", "version"), ("eval", "step")):
-        new = [x for x in map(json.loads, read_lines(run_dir / f"{file}.jsonl")) if x[key] > sent.get(file, -1)]
+        new = [line for line in fresh(run_dir / f"{file}.jsonl", at) if line[key] > sent.get(file, -1)]
         for line in new:
             start = f"eval/{line['env']}/" if file == "eval" else ""
-            log(
-                line[key],
-                {f"{start}{k}": v for k, v in line.items() if type(v) in (int, float) and k not in ("time", key)},
-            )
-            sent[file] = line[key]
-    lines = [x for x in map(json.loads, read_lines(run_dir / "rollouts.jsonl")) if x["step"] > sent.get("rollouts", -1)]
-    for step in sorted({x["step"] for x in lines if x["step"] % EVERY == 0}):
-        log(step, table([flat(x) for x in lines if x["step"] == step][:ROWS]))
-    sent["rollouts"] = max([x["step"] for x in lines], default=sent.get("rollouts", -1))
+            numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k not in ("time", key)}
+            log(line[key], {start + k: v for k, v in numbers.items()})
+        sent[file] = max([line[key] for line in new], default=sent.get(file, -1))
+    waiting += [x for x in fresh(run_dir / "rollouts.jsonl", at) if x["step"] > sent.get("rollouts", -1)]
+    steps = sorted({x["step"] for x in waiting})
+    for step in steps if is_last else steps[:-1]:
+        if step % EVERY == 0:
+            log(step, table([flat(x) for x in waiting if x["step"] == step][:ROWS]))
+        sent["rollouts"] = step
+    waiting[:] = [x for x in waiting if x["step"] > sent.get("rollouts", -1)]
     (tmp := run_dir / "tracker.tmp").write_text(json.dumps(sent))
     os.replace(tmp, run_dir / "tracker.json")
 
 
 def main(run_dir, name):
-    run_dir, state = Path(run_dir), Path(run_dir) / "tracker.json"
+    run_dir, state, done = Path(run_dir), Path(run_dir) / "tracker.json", []
+    signal.signal(signal.SIGTERM, lambda *_: done.append(True))
     config = redacted("", tomllib.loads((run_dir / "config.toml").read_text()))
     sent = json.loads(state.read_text()) if state.exists() else {"id": f"{run_dir.name}-{os.urandom(4).hex()}"}
-    project = os.environ.get("WANDB_PROJECT") or "rolemodel"
-    log, table, finish = {"wandb": wandb, "trackio": trackio, "tensorboard": tensorboard}[name](
-        run_dir, config | {"id": sent["id"]}, project
-    )
-    done = []
-    signal.signal(signal.SIGTERM, lambda *_: done.append(True))
-    while True:
+    begin = {"wandb": wandb, "trackio": trackio, "tensorboard": tensorboard}[name]
+    log, table, finish = begin(run_dir, config | {"id": sent["id"]}, os.environ.get("WANDB_PROJECT") or "rolemodel")
+    at, waiting, is_last = {}, [], False
+    while not is_last:
         is_last = bool(done) or (run_dir / "done").exists()
-        send(run_dir, sent, log, table)
-        if is_last:
-            return finish()
-        time.sleep(1)
+        send(run_dir, sent, at, waiting, is_last, log, table)
+        time.sleep(0 if is_last else 1)
+    finish()
 
 
 if __name__ == "__main__":

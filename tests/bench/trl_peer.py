@@ -86,8 +86,8 @@ def step(model, rollouts, steps, trim=""):
 
 
 def run(model, steps, seed, learning_rate, goal):
-    """The quickstart's task: 16 words x 16 answers a step, in the order in which our orchestrator takes them; until three
-    batches have the goal's mean."""
+    """The quickstart's task, 16 words x 16 answers a step in our orchestrator's order, until three batches have the
+    goal's mean."""
     import reverse_text
 
     from configs.lib.order import Order
