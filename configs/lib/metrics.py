@@ -27,6 +27,7 @@ def of_groups(groups):
     rollouts = [r for g in groups for r in g.rollouts]
     rewards = np.array([r.reward for r in rollouts if r.reward is not None])
     lens = [sum(sum(s["mask"]) for s in r.samples) for r in rollouts]
+    answers = [[tuple(x for s in r.samples for x in s["tokens"]) for r in g.rollouts] for g in groups if g.rollouts]
     reasons = Counter(g.dropped.split()[0].rstrip(":") if g.dropped else "kept" for g in groups)
     return {
         "reward/mean": float(rewards.mean()),
@@ -36,6 +37,9 @@ def of_groups(groups):
         "rollout/num": len(rollouts),
         "rollout/tokens": float(np.mean(lens)),  # sampled, per rollout
         "rollout/turns": float(np.mean([r.num_turns for r in rollouts])),
+        "rollout/distinct": float(
+            np.mean([len(set(a)) / len(a) for a in answers])
+        ),  # share, in a group: 1/G is collapse
         "rollout/truncated": float(np.mean([r.truncated for r in rollouts])),  # share
         "rollout/errors": sum(bool(r.error) for r in rollouts),
         **{f"error/{name}": num for name, num in Counter(r.error for r in rollouts if r.error).items()},
