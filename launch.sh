@@ -8,6 +8,7 @@
 set -u
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,8s/^# //p' "$ROOT/launch.sh"; exit 2; fi
+[ -z "${NNODES:-}" ] || : "${MASTER_ADDR:?NNODES needs it: the address of this node}"
 CONFIG=$(realpath -m -- "$1"); shift # `bash launch.sh --setup` only installs
 cd "$ROOT" || exit 2
 
@@ -36,7 +37,7 @@ export ROLEMODEL_EXIT_FILE=$RUN_DIR/exit.json
 export DO_NOT_TRACK=1 VLLM_NO_USAGE_STATS=1 VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True
 export ROLEMODEL_RUN_ID TOKENIZERS_PARALLELISM=false VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 ulimit -n "$(ulimit -Hn)" 2>/dev/null
-if [ ${#URLS[@]} -eq 0 ] && [ -z "${NNODES:-}" ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; else INF_GPUS=0; fi
+if [ ${#URLS[@]} -gt 0 ]; then INF_GPUS=0; elif [ -z "${NNODES:-}" ]; then export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}; fi
 
 # --- one run per directory ---------------------------------------------------------------------------------------------
 owner='' old_tag='' old_scratch=''
@@ -108,7 +109,7 @@ start orchestrator env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrato
 first=$((INF_GPUS + TRAIN_GPUS > ${#DEVICES[@]} ? 0 : INF_GPUS))
 threads=$((CORES / 2 / TRAIN_GPUS)); [ $threads -gt 0 ] || threads=1
 rendezvous=(--master-addr 127.0.0.1 --master-port "$STORE_PORT")
-[ -z "${NNODES:-}" ] || rendezvous=(--nnodes "$NNODES" --node-rank 0 --master-addr "${MASTER_ADDR:?the first node}" --master-port "${MASTER_PORT:-29500}")
+[ -z "${NNODES:-}" ] || rendezvous=(--nnodes "$NNODES" --node-rank 0 --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$TRAIN_GPUS")" OMP_NUM_THREADS="${TRAINER_THREADS:-$threads}" \
     "$PY" -m torch.distributed.run --nproc-per-node "$TRAIN_GPUS" "${rendezvous[@]}" trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
 tracker=''
@@ -119,8 +120,9 @@ if [ -n "$TRACKER" ]; then # it follows the files; the run goes on without it
 fi
 
 # --- watch: any end before the run is done is a failure, whatever the exit code -----------------------------------------
+clear=''; [ ! -t 1 ] || clear=$'\033[K' # what is left of the progress bar
 tail --pid=$$ -q -n 0 -F "$LOGS/trainer.log" "$LOGS/orchestrator.log" 2>/dev/null 8>&- 9>&- |
-    sed -unE "s/^(step|eval|batch|rollout|check:|warning:|time:) /$([ ! -t 1 ] || printf '\033[K')&/p" 8>&- 9>&- & # [K: over the bar
+    sed -unE "s/^(step|eval|batch|rollout|check:|warning:|time:) /$clear&/p" 8>&- 9>&- &
 CONSOLE=$!
 begun=$SECONDS engines=() waits_since=$SECONDS worked='' since='' evals=0
 while :; do
@@ -145,6 +147,7 @@ while :; do
         done
     fi
     if [ "$ended" = " orchestrator trainer" ]; then
+        [ -z "${plot:-}" ] || timeout 120 tail --pid="$plot" -f /dev/null
         [ -f tools/plot.py ] && [ "$STEPS" -gt 0 ] && timeout 120 "$PY" tools/plot.py "$RUN_DIR" >>"$LOGS/plot.log" 2>&1 8>&- 9>&-
         [ -z "$tracker" ] || { kill -TERM "$tracker"; timeout 60 tail --pid="$tracker" -f /dev/null; } # it sends what is left
         sleep 0.5 # the last lines are still on their way to the console
@@ -166,6 +169,7 @@ while :; do
     now=$(wc -l 2>/dev/null <"$RUN_DIR/eval.jsonl") # a picture after each evaluation
     if [ "${now:-0}" -gt "$evals" ] && [ -f tools/plot.py ]; then
         start plot nice timeout 120 "$PY" tools/plot.py "$RUN_DIR"
+        plot=${PID[plot]}
         unset 'PID[plot]'
     fi
     evals=${now:-0} version=$(reached)

@@ -24,7 +24,7 @@ from configs.lib.client import Client
 from configs.lib.evaluate import check_environments, evaluate_when_due
 from configs.lib.metrics import rollout_metrics, show_rollout
 from configs.lib.order import Order, deal
-from configs.lib.preflight import check_baseline, check_task, check_template
+from configs.lib.preflight import check_task, check_template, watch_first
 from configs.lib.process import UserThreads, fault, run_role
 from configs.lib.runtime import RunError, arguments, identity, run_directory
 from env import Truncated, load_environment
@@ -196,9 +196,12 @@ async def fill(name, env, order, num, n, client, slots, cfg):
                 ask = functools.partial(sample, client, index)
                 rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg)
             dropped = why_drop(rollouts, cfg.trainer.gamma)
+            if cfg.run.preflight and n == 0:
+                watch_first(name, order.first, rollouts, num)
         order.lost = order.lost + 1 if dropped else 0
         if order.lost > most_lost:
-            raise RunError(4, f"{order.lost} groups of {name} in a row had nothing to learn from, the last: {dropped}")
+            what = f"{order.lost} groups of {name} in a row had nothing to learn from, the last: {dropped}"
+            raise RunError(4, f"{what}; bash launch.sh {cfg.path} --check says more")
         return Group(name, index, row, rollouts, dropped)
 
     try:
@@ -238,8 +241,6 @@ def why_drop(rollouts, gamma):
 def commit_batch(n, groups, orders, run_dir, cfg):
     """Advantages and metadata; rollouts.jsonl first, then the file whose rename makes batch n exist."""
     t, samples, lines = cfg.trainer, [], []
-    if cfg.run.preflight and n == 0:
-        [check_baseline(name, [g.rollouts for g in groups if g.env == name and g.rollouts]) for name in orders]
     kept = [[r for r in g.rollouts if r.reward is not None] for g in groups if not g.dropped]
     table = compute_advantages([[vars(r) for r in rollouts] for rollouts in kept], t.advantage, t.gamma)
     advantage = {id(r): a for rollouts, row in zip(kept, table) for r, a in zip(rollouts, row)}
@@ -254,10 +255,10 @@ def commit_batch(n, groups, orders, run_dir, cfg):
             for s in r.samples if id(r) in advantage else ():
                 more = {"age": n - min(r.versions), "temperature": cfg.sampling.temperature, "turn": s["turns"][0]}
                 samples.append(about | more | s | ({} if r.trainable else {"mask": [0] * len(s["mask"])}))
-    if cfg.run.show_every and n % cfg.run.show_every == 0:
-        show_rollout(n, lines)
     with open(run_dir / "rollouts.jsonl", "a") as f:
         f.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+    if cfg.run.show_every and n % cfg.run.show_every == 0:
+        show_rollout(n, lines)
     info = {"run": identity(cfg), "step": n, "max_staleness": cfg.orchestrator.max_staleness}
     info |= {"rollouts": len(advantage), "max_tokens": cfg.sampling.max_tokens}
     metrics = rollout_metrics(groups, samples) | {"group/surplus": sum(o.settled() for o in orders.values())}

@@ -151,10 +151,10 @@ def build_policy(cfg, device, world):
         for layer in model.base_model.layers:  # not the module: FSDP2's hooks stay outside of the graph
             layer.forward = torch.compile(layer.forward, dynamic=True)
     policy = Policy(model).train().to("cpu" if offload else device)
-    if world == 1 and t.dtype == "fp32" and not offload:
-        return policy  # nothing to shard, nothing to cast
     if world % t.replicas:
         raise RunError(2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
+    if world == 1 and t.dtype == "fp32" and not offload:
+        return policy  # nothing to shard, nothing to cast
     shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded within a node, copied across
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
@@ -271,18 +271,24 @@ def sampler_weights(model, dtype, adapters):
                 yield f"base_model.model.{name}.{key}.weight" if is_lora else f"{name}.{key}", w.to(dtype).contiguous()
 
 
+@torch.no_grad()
+def canary_logp(policy, cfg, device):
+    """-> 256 fixed ids in rows, and logp_N of all but the first of each row. Collective."""
+    ids, batch = canary(policy.model.config.get_text_config().vocab_size, cfg.run.max_seq_len - 1)
+    policy.eval()
+    logp_N = policy(collate(batch, list(range(len(ids))), device))[0]
+    policy.train()
+    return ids.tolist(), logp_N.tolist()
+
+
 def publish(sender, policy, version, staleness, cfg, rank, device):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers."""
     started = time.perf_counter()
-    ids, batch = canary(policy.model.config.get_text_config().vocab_size, cfg.run.max_seq_len - 1)
-    policy.eval()
-    with torch.no_grad():
-        logp_N = policy(collate(batch, list(range(len(ids))), device))[0].tolist()
-    policy.train()
+    rows, logp_N = canary_logp(policy, cfg, device)
     fault("gather", version)
     weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     tensors = {name: w for name, w in weights if rank == 0}
-    metrics = sender.send(version, tensors, ids.tolist(), logp_N, staleness) if rank == 0 else {}
+    metrics = sender.send(version, tensors, rows, logp_N, staleness) if rank == 0 else {}
     return metrics | {"time/sync_s": time.perf_counter() - started}
 
 
@@ -314,7 +320,8 @@ def observed(micro, logp_N, entropy_N, logs, ages, given, t):
     for age in ages:
         logs |= {f"kl_age{age}": kl_N * (micro["age_N"] == age), f"age{age}": micro["age_N"] == age}
     for name in t.shadow_losses:
-        shadow = compute_loss(logp_N=logp_N, entropy_N=entropy_N, cfg=t._replace(loss=name), **given)[1]
+        other = t if name == t.loss else t._replace(loss=name, epsilon=0.0, epsilon_high=0.0)  # at its own edges
+        shadow = compute_loss(logp_N=logp_N, entropy_N=entropy_N, cfg=other, **given)[1]
         logs[f"shadow/{name}/clip_frac"] = shadow["policy/clip_frac"]
     return {k: (v * micro["mask_N"]).sum().float() for k, v in logs.items()}
 
@@ -330,10 +337,7 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     rollouts, max_tokens = batch.info.get("rollouts", 0), batch.info.get("max_tokens", 0)
     count = {"dr_grpo": rollouts * max_tokens, "gspo": with_tokens}.get(t.loss, num_tokens)
     loss_function, params = named(t.loss, {t.loss: compute_loss}), optimizer.param_groups[0]["params"]
-    ages, logp_T = (
-        sorted({s.get("age", -1) for s in batch.samples} - {-1}),
-        torch.zeros(len(batch.tokens), device=device),
-    )
+    ages, logp_T = {s.get("age", -1) for s in batch.samples} - {-1}, torch.zeros(len(batch.tokens), device=device)
     lens, budget = batch.sample_lens.tolist(), t.micro_batch_size * cfg.run.max_seq_len
     bins = pack(lens, budget, world, policy.model.config.get_text_config().hidden_size)[rank::world]
     micros = [collate(batch, indices, device) for indices in bins]
@@ -400,7 +404,8 @@ def main(argv):
     if not replay:
         if cfg.run.preflight and step == 0:
             check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device)
-            check_sync(publish, sender, policy, cfg, rank, device)
+            check_sync(publish, canary_logp, sender, policy, cfg, rank, device)
+            optimizer.state.clear()  # of the checks, which go beside Adam's tensors as all broadcasts do
         publish(sender, policy, step, 0, cfg, rank, device)
     while step < last:
         started = time.perf_counter()

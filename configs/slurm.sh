@@ -10,12 +10,11 @@ set -eu
 config=$1; shift
 export NNODES=$SLURM_JOB_NUM_NODES MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) ROLEMODEL_RUN_ID=slurm-$SLURM_JOB_ID
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-MASTER_ADDR=$(getent hosts "${nodes%%$'\n'*}" | awk '{print $1; exit}')
-export MASTER_ADDR
+export MASTER_ADDR=${nodes%%$'\n'*}
 bash launch.sh --setup
 PY=.venv/bin/python; [ -x "$PY" ] || PY=python3
-gpus=$("$PY" -c "import sys; sys.path.insert(0, '.'); from configs.lib.runtime import load_config
-print(load_config(sys.argv[1], sys.argv[2:]).trainer.gpus)" "$config" "$@")
+gpus=$("$PY" -c "import sys; sys.path.insert(0, '.'); from configs.lib.runtime import arguments
+print(arguments('', sys.argv[1:])[0].trainer.gpus)" "$config" "$@")
 more=("trainer.replicas=$NNODES" "$@")
 # shellcheck disable=SC2016  the variables are each node's own
 PY=$PY GPUS=$gpus srun --kill-on-bad-exit=1 bash -c '

@@ -509,13 +509,14 @@ def test_bad_batches_are_refused(change, message, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", some(["full", "lora", "bf16 lora"], 2))
+@pytest.mark.parametrize("mode", some(["full", "lora", "bf16 lora", "replicas"], 2))
 def test_two_ranks_are_one(mode, make_cfg, batches, tmp_path):
     make_cfg()
     more = ["trainer.dtype=bf16"] * ("bf16" in mode) + ["trainer.use_lora=true", "trainer.beta=0.1"] * ("lora" in mode)
     found = {}
     for ranks in (1, 2):
         out = [f"output_dir={tmp_path}/{ranks}", "max_steps=3", "trainer.micro_batch_size=1", *more]
+        out += [f"trainer.replicas={ranks}"] * (mode == "replicas")  # two whole copies
         run_trainer(tmp_path / "test.toml", "--replay", batches(3), *out, ranks=ranks)
         run = tmp_path / str(ranks) / "test-replay-cispo"
         found[ranks] = lines(run / "metrics.jsonl"), load_file(next((run / "final").glob("*.safetensors")))

@@ -72,7 +72,7 @@ def plot(runs, out):
         axes[0, 0].legend()
     elif len(runs) > 1:  # replays have no evaluation: name the runs where there is something
         axes[1, 0].legend([run.name for run in runs])
-    fig.savefig(tmp := out.with_suffix(".tmp.png"), dpi=90)
+    fig.savefig(tmp := out.with_suffix(f".{os.getpid()}.tmp"), dpi=90, format="png")
     os.replace(tmp, out)  # a reader sees a whole picture
 
 

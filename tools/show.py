@@ -6,6 +6,8 @@ third and two thirds of the batch's largest advantage, or over 0.001, 0.01 and 0
 terminal) there is a [++] or [-] behind a token instead. What was not sampled is dim."""
 
 import argparse
+import functools
+import heapq
 import json
 import os
 import pydoc
@@ -15,7 +17,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.lib.metrics import as_messages, printable
-from configs.lib.runtime import read_lines
 
 GREEN, RED = (194, 120, 40), (224, 210, 196)  # backgrounds among the 256 colours, pale to strong
 
@@ -29,30 +30,31 @@ def paint(text, value, limits, is_plain):
     return f"\x1b[30;48;5;{(GREEN if value > 0 else RED)[level - 1]}m{text}\x1b[0m"
 
 
-def tokens_of(run, line, tokenizer, color, is_plain):
-    """The samples of a rollout as text with coloured tokens, or None where it was not trained on."""
-    import torch
+@functools.cache
+def values_of(run, step, color):
+    """-> batch, its value per token, the limits of the three shades; None where the step has not been trained yet."""
     from safetensors.torch import load_file
 
     from configs.lib.batch import load_batch
 
-    path = run / "batches" / f"step_{line['step']:06d}.safetensors"
-    if line["advantage"] is None or not path.exists():
-        return None
-    batch, values = load_batch(path), None
+    batch, own = (
+        load_batch(run / "batches" / f"step_{step:06d}.safetensors"),
+        run / "batches" / f"logp_{step:06d}.safetensors",
+    )
     if color == "advantage":
-        values, limits = batch.advantages, [x * batch.advantages.abs().max().item() for x in (0.1, 1 / 3, 2 / 3)]
-    else:
-        own = run / "batches" / f"logp_{line['step']:06d}.safetensors"
-        if not own.exists():
-            return f"(step {line['step'] + 1} has not been trained yet)\n"
-        values, limits = load_file(own)["logp"] - batch.old_logp, [1e-3, 1e-2, 1e-1]
-    out, dim = "", ("", "") if is_plain else ("\x1b[2m", "\x1b[0m")
-    key = {k: line[k] for k in ("env", "group", "rollout")}
-    parts = zip(batch.samples, *(x.split(batch.sample_lens.tolist()) for x in (batch.tokens, batch.loss_mask, values)))
-    for sample, ids, mask, value in parts:
+        return batch, batch.advantages, [x * batch.advantages.abs().max().item() for x in (0.1, 1 / 3, 2 / 3)]
+    return (batch, load_file(own)["logp"] - batch.old_logp, [1e-3, 1e-2, 1e-1]) if own.exists() else None
+
+
+def tokens_of(run, line, tokenizer, color, is_plain):
+    """The samples of a rollout as text with coloured tokens; "" where it was not trained on."""
+    if line["advantage"] is None or not (found := values_of(run, line["step"], color)):
+        return ""
+    (batch, values, limits), out, dim = found, "", ("", "") if is_plain else ("\x1b[2m", "\x1b[0m")
+    key, lens = {k: line[k] for k in ("env", "group", "rollout")}, batch.sample_lens.tolist()
+    for sample, *parts in zip(batch.samples, *(x.split(lens) for x in (batch.tokens, batch.loss_mask, values))):
         if key.items() <= sample.items():
-            for token, is_trained, x in zip(ids.tolist(), mask.tolist(), torch.nan_to_num(value).tolist()):
+            for token, is_trained, x in zip(*(part.tolist() for part in parts)):
                 text = printable(tokenizer.decode([token]))
                 out += paint(text, x, limits, is_plain) if is_trained else f"{dim[0]}{text}{dim[1]}"
             out += "\n"
@@ -60,7 +62,7 @@ def tokens_of(run, line, tokenizer, color, is_plain):
 
 
 def chosen(run, args):
-    for line in map(json.loads, read_lines(run / "rollouts.jsonl")):
+    for line in map(json.loads, open(run / "rollouts.jsonl")):
         low, high, reward = args.min_reward, args.max_reward, line["reward"]
         wanted = {"step": args.step, "env": args.env, "example": args.row}
         if any(v is not None and line[k] != v for k, v in wanted.items()):
@@ -94,7 +96,7 @@ def main(argv):
         return float(max(value) if isinstance(value, list) else -1e300 if value is None else value)
 
     text = ""
-    for line in sorted(chosen(args.run, args), key=height, reverse=True)[: args.n]:
+    for line in heapq.nlargest(args.n, chosen(args.run, args), key=height):
         parts = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items())
         reward = line["error"] if line["reward"] is None else f"reward {line['reward']:.3f} ({parts})"
         end = ", cut off" * line["truncated"] + (f", dropped: {line['dropped']}" if line["dropped"] else "")

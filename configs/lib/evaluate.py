@@ -60,8 +60,8 @@ async def evaluate(run_group, sample, envs, client, run_dir, cfg):
         line |= eval_metrics(groups) | {"seconds": seconds}
         scored = [[r.reward for r in group if r.reward is not None] for group in groups]
         line["rows"] = [sum(rewards) / len(rewards) if rewards else None for rewards in scored]
-        start = next((e for e in before if e["step"] == 0 and e["env"] == name), line)
-        line |= paired(start["rows"], line["rows"])
+        start = line if version == 0 else next((e for e in before if e["step"] == 0 and e["env"] == name), {})
+        line |= paired(start.get("rows", ()), line["rows"])
         written += json.dumps(line) + "\n"
         shown = ", ".join(f"{k} {v:.3f}" for k, v in line.items() if type(v) is float)
         print(f"eval at version {version}: {f'{name}: ' if len(envs) > 1 else ''}{shown}", flush=True)

@@ -22,6 +22,8 @@ def main(argv):
         return print(f"name={q(first['role'])} pid={q(str(pid))} code={first['code']} cause={q(first['cause'])}")
     if argv[0] == "--port":
         return print(free_port([int(port) for port in argv[1:]]))
+    if any(arg.startswith("--rep") for arg in argv):
+        raise RunError(2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
     new, cfg = Path(argv[0]), arguments(__doc__, argv[1:])[0]  # launch.sh takes over what is in `new` with the lock
     run, t, inf, run_dir = cfg.run, cfg.trainer, cfg.inference, run_directory(cfg)
     mine, theirs = identity(cfg), run_dir / "identity.json"

@@ -27,7 +27,8 @@ def of_groups(groups):
     rollouts = [r for g in groups for r in g.rollouts]
     rewards = np.array([r.reward for r in rollouts if r.reward is not None])
     lens = [sum(sum(s["mask"]) for s in r.samples) for r in rollouts]
-    answers = [[tuple(x for s in r.samples for x in s["tokens"]) for r in g.rollouts] for g in groups if g.rollouts]
+    answers = [[tuple(tuple(s["tokens"]) for s in r.samples) for r in g.rollouts if r.samples] for g in groups]
+    distinct = [len(set(a)) / len(a) for a in answers if a]  # share within a group: 1 / G is collapse
     reasons = Counter(g.dropped.split()[0].rstrip(":") if g.dropped else "kept" for g in groups)
     return {
         "reward/mean": float(rewards.mean()),
@@ -37,9 +38,7 @@ def of_groups(groups):
         "rollout/num": len(rollouts),
         "rollout/tokens": float(np.mean(lens)),  # sampled, per rollout
         "rollout/turns": float(np.mean([r.num_turns for r in rollouts])),
-        "rollout/distinct": float(
-            np.mean([len(set(a)) / len(a) for a in answers])
-        ),  # share, in a group: 1/G is collapse
+        "rollout/distinct": float(np.mean(distinct)) if distinct else None,
         "rollout/truncated": float(np.mean([r.truncated for r in rollouts])),  # share
         "rollout/errors": sum(bool(r.error) for r in rollouts),
         **{f"error/{name}": num for name, num in Counter(r.error for r in rollouts if r.error).items()},
@@ -111,12 +110,12 @@ def speed(policy, lens, t, seconds, world):
     }
 
 
-SHOWN = {
-    "reward": ("reward/mean", "{:.3f}"), "loss": ("loss", "{:+.4f}"), "ent": ("policy/entropy", "{:.3f} nats"),
-    "kl": ("policy/kl_sampler", "{:.1e}"), "grad": ("optim/grad_norm", "{:.2f}"), "age": ("staleness/mean", "{:.1f}"),
-    "wait": ("time/wait_batch_s", "{:.2f} s"), "train": ("time/train_s", "{:.2f} s"),
-    "sync": ("time/sync_s", "{:.2f} s"), "speed": ("perf/tokens_per_s", "{:,.0f} tok/s"),
-    "peak": ("perf/peak_gib", "{:.1f} GiB"),
+SHOWN = {  # widths keep a column a column
+    "reward": ("reward/mean", "{:6.3f}"), "loss": ("loss", "{:+8.4f}"), "ent": ("policy/entropy", "{:6.3f} nats"),
+    "kl": ("policy/kl_sampler", "{:7.1e}"), "grad": ("optim/grad_norm", "{:6.2f}"), "age": ("staleness/mean", "{:.1f}"),
+    "wait": ("time/wait_batch_s", "{:6.2f} s"), "train": ("time/train_s", "{:6.2f} s"),
+    "sync": ("time/sync_s", "{:5.2f} s"), "speed": ("perf/tokens_per_s", "{:7,.0f} tok/s"),
+    "peak": ("perf/peak_gib", "{:5.1f} GiB"),
 }  # fmt: skip
 
 LIMIT = 0.15  # of the time: what takes more than this and is no training has a remedy
@@ -231,36 +230,29 @@ def show_rollout(step, lines, cut=600):
         return
     line = scored[step * 7919 % len(scored)]
     parts = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items())
-    adv = line["advantage"]
-    adv = adv if adv is None else ", ".join(f"{a:+.3f}" for a in (adv if isinstance(adv, list) else [adv]))
-    print(
-        f"rollout of step {step + 1}: {line['env']}, row {line['example']}: reward {line['reward']:.3f} ({parts})",
-        end="",
-    )
-    print(f", advantage {adv}" if adv else f", not trained on: {line['dropped']}")
+    out = f"rollout of step {step + 1}: {line['env']}, row {line['example']}: reward {line['reward']:.3f} ({parts}), "
+    turns = line["advantage"] if isinstance(line["advantage"], list) else [line["advantage"]]
+    is_trained = None not in turns
+    out += "advantage " + ", ".join(f"{a:+.3f}" for a in turns) if is_trained else f"not trained on: {line['dropped']}"
     for message in as_messages(line["prompt"]) + as_messages(line["completion"]):
-        text = message.get("content") or ""
-        text = text if isinstance(text, str) else json.dumps(text)
-        calls = "".join(
-            f" -> {c['function']['name']}({c['function']['arguments']})" for c in message.get("tool_calls") or ()
-        )
-        text = printable(text if len(text) <= cut else f"{text[: cut // 2]} [...] {text[-cut // 2 :]}") + printable(
-            calls
-        )
-        first, *more = text.split("\n") or [""]
-        print(f"rollout | {message.get('role', 'text'):>9}: {first}")
-        for row in more:
-            print(f"rollout | {'':>9}  {row}")
-    print(end="", flush=True)
+        text, who = said(message), f"{message.get('role', 'text')}:"
+        text = text if len(text) <= cut else f"{text[: cut // 2]} [...] {text[-cut // 2 :]}"
+        for row in printable(text).split("\n"):
+            out, who = out + f"\nrollout | {who:>10} {row}", ""
+    print(out, flush=True)  # at once: other roles write to the console, too
+
+
+def said(message):
+    """Content and tool calls of a message as text, whatever they are."""
+    text, calls = message.get("content") or "", message.get("tool_calls") or ()
+    text = text if isinstance(text, str) else json.dumps(text, default=str)
+    return text + "".join(f" -> {json.dumps(dict(call).get('function'), default=str)}" for call in calls)
 
 
 def as_messages(text):
-    """Messages, or text of a base model, as messages."""
-    return (
-        [{"role": "text", "content": text}]
-        if isinstance(text, str)
-        else [{"role": "text", "content": m} if isinstance(m, str) else m for m in text]
-    )
+    """Messages as they are; texts of a base model as messages."""
+    parts = text if isinstance(text, list) else [text]
+    return [part if isinstance(part, dict) else {"role": "text", "content": str(part)} for part in parts]
 
 
 def printable(text):

@@ -15,6 +15,7 @@ class Order:
 
     def __init__(self, rows, cfg, ledger=None):
         self.rows, self.cfg, self.epochs, self.lost, self.surplus = rows, cfg, {}, 0, 0
+        self.first = []  # groups of the first batch that the pre-flight looks at
         self.recent = deque(maxlen=200)  # errors of the last rollouts, "" for none
         ledger = ledger or {"next": 0, "open": [], "tasks": {}}
         self.next, self.open, self.tasks = ledger["next"], set(ledger["open"]), ledger["tasks"]

@@ -7,10 +7,13 @@ import contextlib
 import functools
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from configs.lib.batch import Batch
+from configs.lib.order import Order
 from configs.lib.runtime import RunError
 
+NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 NUM_ROWS = 8  # for the baseline: enough for 0 % and 80 %, little enough for half a minute
 
 
@@ -26,7 +29,7 @@ def passes(rank, what, remedy):
     try:
         yield done
     except (RunError, RuntimeError) as e:  # CUDA's OutOfMemoryError is one of the latter
-        if not isinstance(e, RunError) and "memory" not in str(e):
+        if not isinstance(e, RunError) and not any(text in str(e) for text in NO_MEMORY):
             raise
         text = " ".join(str(e).split())[:600]
         tell(False, f"{what}: {text}", remedy)
@@ -39,8 +42,8 @@ def passes(rank, what, remedy):
 
 
 def longest_batch(cfg, world, vocab):
-    """For every rank one micro-batch that is full: rows of max_seq_len, of which all but the first token is trained."""
-    length, num = cfg.run.max_seq_len, cfg.trainer.micro_batch_size * world
+    """For every rank two full micro-batches: rows of max_seq_len, of which all but the first token is trained."""
+    length, num = cfg.run.max_seq_len, 2 * cfg.trainer.micro_batch_size * world
     tokens = torch.randint(vocab, (num * length,), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     mask, adv = (torch.arange(length) > 0).repeat(num), torch.tensor([1.0, -1.0]).repeat(num)[:num]
     unknown, zero = torch.full((num * length,), torch.nan), torch.zeros(num * length, dtype=torch.int32)
@@ -50,7 +53,8 @@ def longest_batch(cfg, world, vocab):
 
 
 def check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device):
-    """A whole step of the largest micro-batch, Adam's state included, at a learning rate of 0."""
+    """Two steps of two of the largest micro-batches at a learning rate of 0: the second step's second one runs beside
+    Adam's state and the first one's gradients, as all do later."""
     idle = type(cfg)(**vars(cfg) | {"trainer": cfg.trainer._replace(learning_rate=0.0, weight_decay=0.0)})
     batch = longest_batch(cfg, world, policy.model.config.get_text_config().vocab_size)
     tokens = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
@@ -60,29 +64,39 @@ def check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device):
     )
     remedy += "use_lora, or raise trainer.gpus"
     with passes(rank, what, remedy) as done:
-        metrics, _ = train_step(policy, ref, optimizer, batch, 0, idle, rank, world, device)
-        done.append(f"{metrics['perf/peak_gib']:.1f} GiB, {metrics['time/train_s']:.1f} s")
-    optimizer.state.clear()
+        for _ in range(2):
+            metrics, _ = train_step(policy, ref, optimizer, batch, 0, idle, rank, world, device)
+        done.append(f"{metrics['perf/peak_gib']:.1f} GiB, {metrics['time/train_s'] / 2:.1f} s")
 
 
-def check_sync(publish, sender, policy, cfg, rank, device):
+def check_sync(publish, canary_logp, sender, policy, cfg, rank, device):
     """Other weights, broadcast as version -1, which nobody samples from: the server must move as the trainer says.
 
-    The first real version is the very model that the server loaded by itself, so it would pass without a broadcast."""
-    kept = [(p, p.detach().cpu().clone()) for p in policy.parameters() if p.requires_grad]
+    The first real version is the very model that the server loaded by itself, so it would pass without a broadcast.
+    The noise grows until the canary moves by far more than the difference that a broadcast is allowed."""
+    params = [
+        p.data.to_local() if isinstance(p.data, DTensor) else p.data for p in policy.parameters() if p.requires_grad
+    ]
+    kept = [p.to("cpu", copy=True) for p in params]
+    noise, moved, before = 0.1, 0.0, canary_logp(policy, cfg, device)[1]
     torch.manual_seed(cfg.run.seed)
     what = "a broadcast moves the servers as predicted, and trainer and servers agree on logprobs"
     remedy = "compare the versions of torch, transformers and vLLM with requirements-*.txt, and the servers' flags"
     with passes(rank, what, remedy) as done:
-        with torch.no_grad():
-            for p, _ in kept:
-                p.add_(torch.randn_like(p) * 0.02)
+        while moved < (0.02 if cfg.trainer.dtype == "fp32" else 0.2) and noise < 10:
+            for p in params:
+                spread = p.float().std(correction=0).item() if p.numel() else 0.0
+                p.add_(torch.randn_like(p) * (noise * (spread or 0.2)))  # LoRA's B is 0
+            after = canary_logp(policy, cfg, device)[1]
+            noise, moved = 2 * noise, sum(abs(a - b) for a, b in zip(after, before)) / len(after)
         metrics = publish(sender, policy, -1, 0, cfg, rank, device)
-        with torch.no_grad():
-            for p, values in kept:
-                p.copy_(values)
         if rank == 0:
-            done.append(f"largest difference {metrics['sync/dlogp_max']:.1e} nats, {metrics['time/sync_s']:.1f} s")
+            diff = metrics["sync/dlogp_max"]
+            done.append(f"by {moved:.2f} nats, to within {diff:.1e}, in {metrics['time/sync_s']:.1f} s")
+    for p, values in zip(params, kept):
+        p.copy_(values)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the console's peak is training's own
 
 
 # --- the orchestrator's part ------------------------------------------------------------------------------------------
@@ -90,18 +104,21 @@ def check_sync(publish, sender, policy, cfg, rank, device):
 
 def check_template(client, envs):
     """Does the prompt of a second turn begin with that of the first and what was answered? If not, turns fork."""
-    if not client.tokenizer.chat_template or all(type(env).__name__ == "SingleTurnEnv" for env in envs.values()):
+    several = [env for env in envs.values() if type(env).__name__ != "SingleTurnEnv"]
+    if not client.tokenizer.chat_template or not several:
         return tell(True, "chat template keeps its prefix: not needed, one turn")
-    answer = "<think>\nWhy?\n</think>\n\nSo."
-    first = [{"role": "user", "content": "What?"}]
-    more = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}]
+    answer, ok = "<think>\nWhy?\n</think>\n\nSo.", True
     render = functools.partial(client.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
-    one, two = (render(m, **client.cfg.sampling.chat_template_kwargs) for m in (first, more))
+    for env in several:
+        first = [{"role": "user", "content": "What?"}]
+        reply = {"role": "tool" if env.tools else "user", "content": "And?"}
+        more = [*first, {"role": "assistant", "content": answer}, reply]
+        one, two = (render(m, tools=env.tools, **client.cfg.sampling.chat_template_kwargs) for m in (first, more))
+        ok &= two.startswith(one) and answer in two
     remedy = (
         "each turn will be a sample of its own: correct, but slower (rollout/forks); set chat_template to one that "
     )
-    remedy += "keeps earlier answers as they were"
-    return tell(two.startswith(one) and answer in two, "chat template keeps its prefix", remedy)
+    return tell(ok, "chat template keeps its prefix", remedy + "keeps earlier answers as they were")
 
 
 def check_baseline(name, groups):
@@ -110,34 +127,44 @@ def check_baseline(name, groups):
     rewards = [[r.reward for r in group if r.reward is not None] for group in groups]
     scored = [x for group in rewards for x in group]
     if not scored:
-        errors = sorted({r.error for r in rollouts})
-        return tell(
-            False, f"{name}: none of {len(rollouts)} rollouts was scored: {errors}", "see logs/orchestrator.log"
-        )
+        what = f"{name}: none of {len(rollouts)} rollouts was scored: {sorted({r.error for r in rollouts})}"
+        return tell(False, what, "see logs/orchestrator.log")
     mean, cut = sum(scored) / len(scored), sum(r.truncated for r in rollouts) / len(rollouts)
     low, high = min(scored), max(scored)
-    solved = mean if 0 <= low and high <= 1 else scored.count(high) / len(scored)  # rewards may have any scale
+    if 0 <= low and high <= 1:
+        solved = mean
+    else:  # another scale: how many reach the highest; where all are equal, one of 1 or more counts as solved
+        solved = scored.count(high) / len(scored) if low < high else float(high >= 1)
     varied = sum(len(set(group)) > 1 for group in rewards)
     about = f"{name}: reward {mean:.3f} ({low:.3g} to {high:.3g}) of {len(scored)} rollouts"
     easier = "too hard: take easier rows (env.args), a stronger model, a finer reward, or demonstrations first"
     harder = 'too easy: take harder rows (env.args), or orchestrator.buffer = "online-difficulty" and retire_after'
-    ok = tell(high > 0 or low < 0, f"{about}: not all 0", easier)
-    ok &= tell(solved < 0.8, f"{about}: under 80 % solved", harder)
     more = "raise orchestrator.rollouts_per_example or sampling.temperature, or make the reward finer"
-    ok &= tell(varied > len(groups) / 10, f"{name}: rewards differ within {varied} of {len(groups)} groups", more)
     longer = "raise orchestrator.sampling.max_tokens or max_seq_len, or reward brevity"
-    return ok & tell(cut <= 0.5, f"{name}: {cut:.0%} of the rollouts are cut off", longer)
+    return all([
+        tell(solved > 0, f"{about}: some of it is solved", easier),
+        tell(solved < 0.8, f"{about}: less than 80 % is solved", harder),
+        tell(varied > len(groups) / 10, f"{name}: rewards differ within {varied} of {len(groups)} groups", more),
+        tell(cut <= 0.5, f"{name}: {cut:.0%} of the rollouts are cut off", longer),
+    ])  # fmt: skip
+
+
+def watch_first(name, seen, rollouts, num):
+    """A run judges the first groups of its first batch that end, which costs nothing; seen: those before."""
+    seen.append(rollouts)
+    if len(seen) == min(NUM_ROWS, num):
+        check_baseline(name, seen)
 
 
 async def check_task(run_group, sample, envs, client, cfg):
-    """--check: template, and the first rows of each environment at version 0. RunError 4 where a check fails. (A run
-    looks at the groups of its first batch instead, which cost nothing.)"""
+    """--check: template, and some rows of each environment at version 0. RunError 4 where a check fails."""
     await client.until(0)
     ok = check_template(client, envs)
     for name, env in envs.items():
-        asks = [functools.partial(sample, client, i) for i in range(min(NUM_ROWS, len(env.dataset)))]
-        n = cfg.orchestrator.rollouts_per_example
-        jobs = [run_group(env, env.dataset[i], n, ask, 0, cfg) for i, ask in enumerate(asks)]
+        order, n = Order(env.dataset, cfg), cfg.orchestrator.rollouts_per_example
+        rows = [env.dataset[order.row(i)] for i in range(min(NUM_ROWS, len(env.dataset)))]
+        asks = [functools.partial(sample, client, i) for i in range(len(rows))]
+        jobs = [run_group(env, row, n, ask, 0, cfg) for row, ask in zip(rows, asks)]
         ok &= check_baseline(name, await asyncio.gather(*jobs))
     if not ok:
         raise RunError(4, "pre-flight: a check failed, see above")

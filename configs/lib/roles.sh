@@ -35,6 +35,7 @@ finish() { # code, last line
     local code=$1 last=$2 version name alive
     trap 'echo "$last" >&2; sweep KILL "$TAG" "$SCRATCH"; exit $code' INT TERM HUP # the second Ctrl-C
     [ -z "${CONSOLE:-}" ] || kill "$CONSOLE" 2>/dev/null
+    [ -z "${tracker:-}" ] || ! kill -TERM "$tracker" 2>/dev/null || timeout 8 tail --pid="$tracker" -f /dev/null # sends what it has
     if [ "$code" = 3 ]; then sweep ABRT "$TAG" "$SCRATCH"; sweep CONT "$TAG" "$SCRATCH" # stacks of all threads into the logs
     else for name in "${!PID[@]}"; do kill -TERM -- "-${PID[$name]}" 2>/dev/null; done; fi
     { for _ in $(seq 50); do
@@ -44,16 +45,8 @@ finish() { # code, last line
         sleep 0.1
     done
     sweep KILL "$TAG" "$SCRATCH"; sleep 0.1; } 2>/dev/null # bash tells of each that it was killed
-    [ "$code" = 0 ] && echo "$last" || echo "$last" >&2
-    if [ "$code" = 3 ] && [[ ${last,,} == *nccl* ]] && [ ! -f "$RUN_DIR/version" ]; then # NCCL reads it once per process
-        if [ -z "${ROLEMODEL_P2P:-}" ]; then
-            export ROLEMODEL_P2P=${NCCL_P2P_DISABLE:-0}
-            export NCCL_P2P_DISABLE=$((1 - ROLEMODEL_P2P))
-            echo "[launch] again, with NCCL_P2P_DISABLE=$NCCL_P2P_DISABLE" >&2
-            exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
-        fi
-        echo "check: FAIL NCCL works neither with NCCL_P2P_DISABLE=0 nor 1: trainer.sync_backend = \"gloo\" goes through host memory" >&2
-    fi
+    [ "$code" = 0 ] && echo "${clear:-}$last" || echo "${clear:-}$last" >&2
+    [ -z "${p2p:-}" ] || NCCL_P2P_DISABLE=$p2p exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
     if [ "$code" = 3 ] && [ "${MAX_RESTARTS:-0}" -gt 0 ] && version=$(reached) && [ "$version" -gt "${ROLEMODEL_REACHED:--1}" ]; then
         echo "[launch] restart after version $version, $((MAX_RESTARTS - 1)) left" >&2
         ROLEMODEL_REACHED=$version MAX_RESTARTS=$((MAX_RESTARTS - 1)) exec bash "$ROOT/launch.sh" "${GIVEN[@]}" 8>&- 9>&-
@@ -73,7 +66,20 @@ dead() { # role, exit status [, cause]: what the role that failed first told, el
     killed=$(attempt "$role" | grep -m 1 -oE 'exitcode *: -[0-9]+ \(pid: [0-9]+\)') && cause="a rank was killed, $killed; $cause" # torchrun tells
     echo >&2
     attempt "$role" | tail -n 30 >&2
+    [[ ${cause,,} != *"first broadcast over "*nccl* ]] || other_p2p
     finish "$code" "[launch] role=$role pid=$pid exit=$code $cause log=$LOGS/$role.log"
+}
+other_p2p() { # sets p2p, for finish: NCCL reads NCCL_P2P_DISABLE once per process, so the other value needs new ones
+    local now=${NCCL_P2P_DISABLE:-0}
+    if [ -n "${NNODES:-}" ] || [ "$INF_GPUS" = 0 ]; then # there is more to start again than what this started
+        echo "check: FAIL the first broadcast over NCCL; export NCCL_P2P_DISABLE=1 (it is $now) everywhere, or set trainer.sync_backend" >&2
+    elif [ -n "${ROLEMODEL_P2P:-}" ]; then
+        echo "check: FAIL NCCL works neither with NCCL_P2P_DISABLE=0 nor 1: trainer.sync_backend = \"gloo\" goes through host memory" >&2
+    else
+        export ROLEMODEL_P2P=$now
+        p2p=1; [ "$now" = 0 ] || p2p=0
+        echo "[launch] again, with NCCL_P2P_DISABLE=$p2p" >&2
+    fi
 }
 trap 'finish 130 "[launch] exit=130 interrupted"' INT
 trap 'finish 143 "[launch] exit=143 terminated"' TERM

@@ -1,7 +1,8 @@
 """python configs/lib/track.py outputs/run wandb|trackio|tensorboard: sends what a run writes, until it is done or TERM.
 
 launch.sh starts it where `tracker` is set. The run does not depend on it: the files are the truth, and what has been
-sent is remembered in tracker.json, so that it can be started again, or later. Metrics and evaluations by version; of
+sent is remembered in tracker.json, so that it can be started again, or later; steps that a resumed run trains again are
+not sent again. Metrics and evaluations by version; of
 every 10th batch a table of 64 rollouts. Account and place are the tracker's own business: WANDB_PROJECT,
 WANDB_MODE=offline, TRACKIO_DIR, ..."""
 
@@ -65,35 +66,39 @@ def flat(line):
 
 
 def fresh(path, at):
-    """Whole lines since the last call as dicts; at: {path: bytes read}. A shorter file was cut by a resumed run."""
-    size = path.stat().st_size if path.exists() else 0
-    at[path] = at.get(path, 0) if size >= at.get(path, 0) else 0
-    if not size:
-        return []
+    """Yields the whole lines since the last call; at: {path: bytes read}. A shorter file was cut by a resumed run."""
+    if not path.exists():
+        return
+    at[path] = at.get(path, 0) if path.stat().st_size >= at.get(path, 0) else 0
     with open(path, "rb") as f:
         f.seek(at[path])
-        data = f.read()
-    data = data[: data.rfind(b"\n") + 1]
-    at[path] += len(data)
-    return [json.loads(line) for line in data.splitlines()]
+        for line in f:
+            if not line.endswith(b"\n"):
+                return
+            at[path] += len(line)
+            yield json.loads(line)
 
 
 def send(run_dir, sent, at, waiting, is_last, log, table):
-    """What is new. sent: {file: its last version, or step}; waiting: rollouts of a batch that may be half there."""
+    """What is new. sent: {file: its last version, or step}; waiting: a table's rows, of maybe half a batch."""
     for file, key in (("metrics", "version"), ("eval", "step")):
-        new = [line for line in fresh(run_dir / f"{file}.jsonl", at) if line[key] > sent.get(file, -1)]
-        for line in new:
-            start = f"eval/{line['env']}/" if file == "eval" else ""
-            numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k not in ("time", key)}
-            log(line[key], {start + k: v for k, v in numbers.items()})
-        sent[file] = max([line[key] for line in new], default=sent.get(file, -1))
-    waiting += [x for x in fresh(run_dir / "rollouts.jsonl", at) if x["step"] > sent.get("rollouts", -1)]
-    steps = sorted({x["step"] for x in waiting})
-    for step in steps if is_last else steps[:-1]:
-        if step % EVERY == 0:
-            log(step, table([flat(x) for x in waiting if x["step"] == step][:ROWS]))
-        sent["rollouts"] = step
-    waiting[:] = [x for x in waiting if x["step"] > sent.get("rollouts", -1)]
+        last = sent.get(file, -1)
+        for line in fresh(run_dir / f"{file}.jsonl", at):
+            if line[key] > last:
+                start, sent[file] = f"eval/{line['env']}/" if file == "eval" else "", line[key]
+                numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k not in ("time", key)}
+                log(line[key], {start + k: v for k, v in numbers.items()})
+    for line in fresh(run_dir / "rollouts.jsonl", at):
+        if line["step"] > sent.get("rollouts", -1) and line["step"] % EVERY == 0 and len(waiting) < 100 * ROWS:
+            waiting.append(line)
+        newest = line["step"]
+        if waiting and newest > waiting[0]["step"]:
+            log(waiting[0]["step"], table([flat(x) for x in waiting if x["step"] < newest][:ROWS]))
+            sent["rollouts"] = waiting[0]["step"]
+            waiting[:] = [x for x in waiting if x["step"] == newest]
+    if waiting and is_last:
+        log(waiting[0]["step"], table([flat(x) for x in waiting][:ROWS]))
+        sent["rollouts"] = waiting[0]["step"]
     (tmp := run_dir / "tracker.tmp").write_text(json.dumps(sent))
     os.replace(tmp, run_dir / "tracker.json")
 
