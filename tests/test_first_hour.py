@@ -404,7 +404,7 @@ def test_the_readme_quotes_what_is_printed(small_run, capsys):
     source = " ".join((ROOT / "configs" / "lib" / f"{name}.py").read_text() for name in ("preflight", "metrics"))
     source += (ROOT / "configs" / "lib" / "roles.sh").read_text() + (ROOT / "trainer.py").read_text()
     for quoted in re.findall(r"^\| `(?:check: FAIL|warning:|exit=5)(.*?)`", README, re.MULTILINE):
-        for part in quoted.replace("\\|", "|").split("..."):
+        for part in re.split(r"\.\.\.|;", quoted.replace("\\|", "|")):
             assert part.strip() in source, part
 
 
@@ -450,7 +450,6 @@ def test_reading_rollouts(small_run):
         strong = int(((batch.advantages > limit) & batch.loss_mask).sum())
         assert text.count("[+++]") == strong, "each sampled token of a rollout has its advantage's shade"
         own = load_file(run / "batches" / f"logp_{step:06d}.safetensors")["logp"]
-        assert show("--step", str(step), "--color", "diff", "--n", "99").count("[") > 3  # headers
         far = ((own - batch.old_logp).abs() > 1e-3) & batch.loss_mask
         marks = re.findall(r"\[(?:\++|-+)\]", show("--step", str(step), "--color", "diff", "--n", "99"))
         assert len(marks) == int(far.sum()) and (step == 0) <= (not marks)  # the same weights in step 0
@@ -486,7 +485,7 @@ def tracked(tmp_path, name, monkeypatch):
     (run / "done").write_text("12")
     track.main(run, name)
     sent = json.loads((run / "tracker.json").read_text())
-    assert (sent["metrics"], sent["eval"], sent["rollouts"]) == (12, 10, 11)
+    assert (sent["metrics"], sent["eval"], sent["rollouts"]) == (12, 10, 10)
     return run
 
 

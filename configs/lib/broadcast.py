@@ -117,10 +117,9 @@ class WeightSender:
                 mine |= dict(zip(names, map(checksum, flat.split([tensors[k].nbytes for k in names]))))
             works[0][0].wait(limit)
         except RuntimeError as e:  # a peer is gone or silent; if it said why, that is told
-            said = "; ".join(str(error) for reply in replies if (error := reply.exception())) or e
-            raise RunError(
-                3, f"{'first ' * is_first}broadcast over {self.backend}, of version {version}: {said}"
-            ) from e
+            said = "; ".join([str(e), *(str(error) for reply in replies if (error := reply.exception()))])
+            which = f"{'first ' * is_first}broadcast over {self.backend}, of version {version}"
+            raise RunError(3, f"{which}: {said}") from e
         for got in (worker for reply in replies for worker in reply.result()):
             wrong = [
                 f"{k} not as sent" if k in got["sums"] else f"{k} missing"
