@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import ROOT, all_batches, free_port, launch, lines, make_samples, start, stop, wait_for, write_run
+from conftest import ROOT, all_batches, free_port, launch, lines, make_samples, some, start, stop, wait_for, write_run
 
 import trainer
 from configs.lib import evaluate, metrics, preflight, track
@@ -177,12 +177,12 @@ def test_check_alone_passes_and_leaves_the_run_untouched(models, tmp_path):
     assert not list((tmp_path / "run-check" / "batches").iterdir())
 
 
-@pytest.mark.parametrize("env, told", [
-    ('{ kind = "zero" }', "some of it is solved; too hard: take easier rows"),
-    ('{ kind = "constant" }', "less than 80 % is solved; too easy: take harder rows"),
-])  # fmt: skip
-def test_check_says_what_is_wrong_with_a_task(env, told, models, tmp_path):
-    done = check_run(models, tmp_path, env)
+@pytest.mark.parametrize("kind, told", some([
+    ("zero", "some of it is solved; too hard: take easier rows"),
+    ("constant", "less than 80 % is solved; too easy: take harder rows"),
+], 1))  # fmt: skip
+def test_check_says_what_is_wrong_with_a_task(kind, told, models, tmp_path):
+    done = check_run(models, tmp_path, f'{{ kind = "{kind}" }}')
     failed = [x for x in done.stdout.splitlines() if x.startswith("check: FAIL")]
     assert done.returncode == 4 and any(told in x for x in failed), done.stdout + done.stderr
     assert any("rewards differ within 0 of 8 groups; raise orchestrator.rollouts_per_example" in x for x in failed)
@@ -292,7 +292,7 @@ if any(a.endswith("trainer.py") for a in asked) and "torch.distributed.run" not 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("always", ["", "1"])
+@pytest.mark.parametrize("always", some(["", "1"], 1))
 def test_nccl_is_tried_again_without_peer_to_peer(always, models, tmp_path):
     """There is no NCCL here: the trainer's end of the group fails at its first broadcast, while the server waits."""
     (tmp_path / "sitecustomize.py").write_text(NCCL)

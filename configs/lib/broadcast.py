@@ -60,6 +60,14 @@ def buckets(sizes, backend):
     return groups
 
 
+def refuse_other(got, sums, version):
+    """RunError 3 where what a worker got is not what was sent; sums: {name: checksum}."""
+    differ = [k for k in sums if sums[k] != got["sums"].get(k)]
+    wrong = [f"{k} not as sent" if k in got["sums"] else f"{k} missing" for k in differ]
+    if wrong or got["version"] != version:
+        raise RunError(3, f"sync of version {version}: a worker has version {got['version']}, {wrong[:3]}")
+
+
 class WeightSender:
     """On rank 0: makes a version live on all servers. Every wait ends after sync_timeout_s."""
 
@@ -121,13 +129,7 @@ class WeightSender:
             which = f"{'first ' * is_first}broadcast over {self.backend}, of version {version}"
             raise RunError(3, f"{which}: {said}") from e
         for got in (worker for reply in replies for worker in reply.result()):
-            wrong = [
-                f"{k} not as sent" if k in got["sums"] else f"{k} missing"
-                for k in mine
-                if mine[k] != got["sums"].get(k)
-            ]
-            if wrong or got["version"] != version:
-                raise RunError(3, f"sync of version {version}: a worker has version {got['version']}, {wrong[:3]}")
+            refuse_other(got, mine, version)
         if adapter:
             servers.post_all(
                 "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name), "load_inplace": True}
