@@ -177,11 +177,12 @@ def test_check_alone_passes_and_leaves_the_run_untouched(models, tmp_path):
     assert not list((tmp_path / "run-check" / "batches").iterdir())
 
 
-@pytest.mark.parametrize("kind, told", some([
+@pytest.mark.parametrize("case", some([
     ("zero", "some of it is solved; too hard: take easier rows"),
     ("constant", "less than 80 % is solved; too easy: take harder rows"),
 ], 1))  # fmt: skip
-def test_check_says_what_is_wrong_with_a_task(kind, told, models, tmp_path):
+def test_check_says_what_is_wrong_with_a_task(case, models, tmp_path):
+    kind, told = case
     done = check_run(models, tmp_path, f'{{ kind = "{kind}" }}')
     failed = [x for x in done.stdout.splitlines() if x.startswith("check: FAIL")]
     assert done.returncode == 4 and any(told in x for x in failed), done.stdout + done.stderr
