@@ -1,5 +1,7 @@
 """What a stranger does first: the README's commands and changes, the pre-flight, the console, pictures, trackers."""
 
+import contextlib
+import io
 import json
 import os
 import pty
@@ -18,6 +20,7 @@ import torch
 import transformers
 from conftest import ROOT, all_batches, free_port, launch, lines, make_samples, some, start, stop, wait_for, write_run
 
+import tools.show
 import trainer
 from configs.lib import evaluate, metrics, preflight, track
 from configs.lib.batch import load_batch, save_batch
@@ -434,11 +437,10 @@ def test_reading_rollouts(small_run):
 
     run = small_run[0]
 
-    def show(*args, **env):
-        command = [sys.executable, "tools/show.py", str(run), *args]
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, env=os.environ | env, check=True
-        ).stdout
+    def show(*args):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            tools.show.main([str(run), *args])
+        return out.getvalue()
 
     assert show("--n", "3").count("=== step 3, ") == 3
     best = max(x["reward"] for x in lines(run / "rollouts.jsonl"))
