@@ -29,6 +29,7 @@ class Truncated(Exception):
 
 @functools.cache
 def parameters(function):
+    """Of its signature, which is slow to read."""
     return inspect.signature(function).parameters
 
 
@@ -63,6 +64,7 @@ class Rubric:
             self.add_reward_func(func, weight)
 
     def add_reward_func(self, func, weight=1.0, objects=None):
+        """ValueError where another function has its name."""
         if func.__name__ in [f.__name__ for f, *_ in self.parts]:
             raise ValueError(f"Rubric: two functions are called {func.__name__!r}; their metrics would collide")
         self.parts.append((func, weight, self.objects if objects is None else objects))
@@ -103,6 +105,7 @@ class Rubric:
 
 
 def RubricGroup(rubrics):
+    """One rubric with the functions of several."""
     return functools.reduce(Rubric.__add__, rubrics, Rubric())
 
 
@@ -151,9 +154,11 @@ class MultiTurnEnv(SingleTurnEnv):
         super().__init__(dataset, **kwargs)
         self.max_turns = max_turns
 
-    def setup_state(self, state): ...
+    def setup_state(self, state):
+        """Before the first turn: changes the state, or returns entries for it."""
 
     def is_completed(self, messages, state):
+        """After each message of the policy; messages: all up to it."""
         return False
 
     def env_response(self, messages, state):

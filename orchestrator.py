@@ -35,6 +35,8 @@ from trainer import compute_advantages
 
 @dataclass
 class Rollout:
+    """One conversation, with its token ids and what it earned."""
+
     state: dict  # the environment's: prompt, completion, answer, ...
     samples: list[dict] = field(default_factory=list)  # tokens, mask (1: sampled), logp, turns; a fork begins another
     versions: list[int] = field(default_factory=list)  # live at the start and at the end of each turn
@@ -50,6 +52,8 @@ class Rollout:
 
 @dataclass
 class Group:
+    """The rollouts of one row, which are each other's baseline."""
+
     env: str
     index: int  # in the environment's order
     row: int
@@ -272,6 +276,7 @@ def commit_batch(n, groups, orders, run_dir, cfg):
 
 
 async def run(cfg):
+    """Batches from the last committed one to max_steps, and evaluations. RunError, or an error of ours, ends it."""
     o, run_dir = cfg.orchestrator, run_directory(cfg)
     os.environ["ROLEMODEL_POLICY_URL"] = f"{cfg.inference.urls[0]}/v1"  # for a judge that is the policy itself
     envs = {e.name: load_environment(e.id, e.args, cfg.path.parent) for e in cfg.env}
@@ -306,6 +311,7 @@ async def run(cfg):
 
 
 def main(argv):
+    """argv: config.toml [table.key=value ...], with --eval, --generate or --offline for tools/evaluate.py."""
     if {"--eval", "--generate", "--offline"} & set(argv):
         from tools.evaluate import main as tool
 

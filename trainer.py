@@ -113,6 +113,7 @@ class Policy(nn.Module):
         self.softcap = getattr(c, "final_logit_softcapping", None)
 
     def head(self, hidden_ND, target_N, temperature_N):
+        """-> logp_N, entropy_N in nats, of fp32 logits over the temperature."""
         logits_NV, by_N = self.model.get_output_embeddings()(hidden_ND).float(), self.scale / temperature_N
         if self.softcap:
             logits_NV, by_N = torch.tanh(logits_NV * (self.scale / self.softcap)), self.softcap / temperature_N
@@ -168,10 +169,12 @@ def build_policy(cfg, device, world):
 
 
 def local(tensor):
+    """A rank's own part of a parameter."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor):
+    """The whole of a parameter, on every rank. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -388,6 +391,7 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
 
 
 def main(argv):
+    """A run of one rank, from the last checkpoint to max_steps. RunError ends it; argv: see --help."""
     cfg, replay = arguments(__doc__, argv)  # replay: the files of saved batches, or []
     t, run_dir = cfg.trainer, run_directory(cfg, f"-replay-{cfg.trainer.loss}" if replay else "")
     rank, world, device = start_distributed(cfg)
