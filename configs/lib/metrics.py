@@ -209,6 +209,8 @@ def log_step(run_dir, step, last, metrics, started, waited):
         f"{name} {form.format(metrics[key])}" for name, (key, form) in SHOWN.items() if metrics.get(key) is not None
     ]
     print(f"step {step + 1:5d}/{last} |", " | ".join(parts), flush=True)
+    if metrics["time/sync_s"] is None:  # a replay leaves the sampler behind, and waits for nobody
+        return
     if (kl := metrics.get("policy/kl_sampler") or 0) > KL_WARNING:
         own = metrics.get("policy/kl_age0")
         of = f"{own:.2f} on rollouts of the very same weights: the engines disagree" if own else "of stale rollouts"
@@ -216,7 +218,7 @@ def log_step(run_dir, step, last, metrics, started, waited):
             "look at sync/dlogp_mean and trainer.dtype" if own and own > kl / 2 else "lower max_staleness or the lr"
         )
         print(f"warning: step {step + 1}: KL(sampler || policy) is {kl:.2f} nats, {of}; {remedy}", flush=True)
-    if (step + 1) % WINDOW == 0 and metrics["time/sync_s"] is not None:
+    if (step + 1) % WINDOW == 0:
         lines = [json.loads(line) for line in read_lines(run_dir / "metrics.jsonl")[-WINDOW:]]
         for text in warnings([line for line in lines if line["step"] > step - WINDOW]):
             print(f"warning: steps {step + 2 - WINDOW} to {step + 1}: {text}", flush=True)
