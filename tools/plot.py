@@ -70,7 +70,7 @@ def plot(runs, out):
         axis.grid(alpha=0.3)
     if axes[0, 0].has_data():
         axes[0, 0].legend()
-    elif len(runs) > 1:  # replays have no evaluation: name the runs where there is something
+    if len(runs) > 1:  # replays have no evaluation
         axes[1, 0].legend([run.name for run in runs])
     fig.savefig(tmp := out.with_suffix(f".{os.getpid()}.tmp"), dpi=90, format="png")
     os.replace(tmp, out)  # a reader sees a whole picture
