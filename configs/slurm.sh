@@ -17,7 +17,7 @@ gpus=$("$PY" -c "import sys; sys.path.insert(0, '.'); from configs.lib.runtime i
 print(arguments('', sys.argv[1:])[0].trainer.gpus)" "$config" "$@")
 more=("trainer.replicas=$NNODES" "$@")
 # shellcheck disable=SC2016  the variables are each node's own
-PY=$PY GPUS=$gpus srun --kill-on-bad-exit=1 bash -c '
+PY=$PY GPUS=$gpus srun --kill-on-bad-exit=1 --wait=60 bash -c '
     if [ "$SLURM_NODEID" = 0 ]; then exec bash launch.sh "$@"; fi
     config=$1; shift
     exec "$PY" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \

@@ -645,6 +645,29 @@ def test_two_nodes_and_two_servers(models, tmp_path):
             stop(server)
 
 
+@pytest.mark.long
+@pytest.mark.real
+def test_two_nodes_and_two_real_servers(tmp_path):
+    """The README's way on bare machines, with both servers on the first node."""
+    port, http, seen = str(free_port()), free_port(), tmp_path / "run"
+    more = ["max_steps=4", "run_name=run", f"output_dir={tmp_path}", "eval.every=2", "env.args.num_eval=32"]
+    more += ["orchestrator.batch_size=64", "trainer.replicas=2", "inference.gpus=2", f"inference.port={http}"]
+    urls = json.dumps([f"http://127.0.0.1:{http + i}" for i in range(2)])
+    agent = f"{sys.executable} -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 1"
+    agent += f" --master-addr 127.0.0.1 --master-port {port} trainer.py configs/reverse_text.toml"
+    command = [*agent.split(), *more, f"inference.urls={urls}"]
+    second = start(command, tmp_path / "second", ROLEMODEL_RUN_ID="two", OMP_NUM_THREADS="1")
+    nodes = {"ROLEMODEL_RUN_ID": "two", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SERVER": ""}
+    try:
+        done = launch("configs/reverse_text.toml", *more, timeout=300, TMPDIR="/tmp", **nodes)
+        assert second.wait(60) == 0, (tmp_path / "second").read_text()
+    finally:
+        second.kill()
+    assert done.stdout.count("check: PASS a broadcast moves the servers") == 1 and "done in" in done.stdout
+    assert lines(seen / "metrics.jsonl")[-1]["version"] == 4 and len(lines(seen / "eval.jsonl")) == 3
+    assert all(line["sync/dlogp_max"] < 1e-3 for line in lines(seen / "metrics.jsonl"))  # over both servers
+
+
 def test_tmux_opens_a_pane_per_role(models, tmp_path):
     """What tmux is asked for; a stand-in notes it."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')

@@ -509,22 +509,23 @@ def test_bad_batches_are_refused(change, message, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", some(["full", "lora", "bf16 lora", "replicas"], 1))
-def test_two_ranks_are_one(mode, make_cfg, batches, tmp_path):
+@pytest.mark.parametrize("mode", some(["full", "lora", "bf16 lora", "replicas", "2 replicas of 2 ranks"], 1))
+def test_ranks_are_one(mode, make_cfg, batches, tmp_path):
     make_cfg()
     more = ["trainer.dtype=bf16"] * ("bf16" in mode) + ["trainer.use_lora=true", "trainer.beta=0.1"] * ("lora" in mode)
     found = {}
-    for ranks in (1, 2):
+    num = 4 if "of 2" in mode else 2
+    for ranks in (1, num):
         out = [f"output_dir={tmp_path}/{ranks}", "max_steps=3", "trainer.micro_batch_size=1", *more]
-        out += [f"trainer.replicas={ranks}"] * (mode == "replicas")  # two whole copies
+        out += [f"trainer.replicas={min(ranks, 2)}"] * ("replicas" in mode)  # of 2 ranks: two whole copies
         run_trainer(tmp_path / "test.toml", "--replay", batches(3), *out, ranks=ranks)
         run = tmp_path / str(ranks) / "test-replay-cispo"
         found[ranks] = lines(run / "metrics.jsonl"), load_file(next((run / "final").glob("*.safetensors")))
     tolerance = 2e-2 if "bf16" in mode else 1e-5
-    for one, two in zip(found[1][0], found[2][0]):
+    for one, two in zip(found[1][0], found[num][0]):
         for key in ("loss", "optim/grad_norm", "policy/entropy"):
             assert one[key] == pytest.approx(two[key], abs=tolerance, rel=tolerance), key
-    worst = max((found[1][1][k].float() - found[2][1][k].float()).abs().max() for k in found[1][1])
+    worst = max((found[1][1][k].float() - found[num][1][k].float()).abs().max() for k in found[1][1])
     assert worst < (1e-2 if "bf16" in mode else 1e-5)
 
 
