@@ -459,6 +459,14 @@ def test_reading_rollouts(small_run):
         assert len(marks) == int(far.sum()) and (step == 0) <= (not marks)  # the same weights in step 0
 
 
+@pytest.mark.parametrize("low, high, rewards", [(None, None, [-1, 0, 1, None]), (0, None, [0, 1]), (None, 0, [-1, 0])])
+def test_rollouts_are_chosen_by_reward(low, high, rewards, tmp_path):
+    rows = [json.dumps({"step": 0, "env": "a", "example": 1, "reward": x}) + "\n" for x in (-1, 0, 1, None)]
+    (tmp_path / "rollouts.jsonl").write_text("".join(rows) + '{"step": 1, "rew')  # and half of one
+    args = SimpleNamespace(step=None, env="a", row=None, min_reward=low, max_reward=high)
+    assert [line["reward"] for line in tools.show.chosen(tmp_path, args)] == rewards
+
+
 def test_the_trainers_own_logp_is_kept(small_run):
     from safetensors.torch import load_file
 

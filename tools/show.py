@@ -9,6 +9,7 @@ import argparse
 import functools
 import heapq
 import json
+import math
 import os
 import pydoc
 import sys
@@ -37,10 +38,8 @@ def values_of(run, step, color):
 
     from configs.lib.batch import load_batch
 
-    batch, own = (
-        load_batch(run / "batches" / f"step_{step:06d}.safetensors"),
-        run / "batches" / f"logp_{step:06d}.safetensors",
-    )
+    batch = load_batch(run / "batches" / f"step_{step:06d}.safetensors")
+    own = run / "batches" / f"logp_{step:06d}.safetensors"
     if color == "advantage":
         return batch, batch.advantages, [x * batch.advantages.abs().max().item() for x in (0.1, 1 / 3, 2 / 3)]
     return (batch, load_file(own)["logp"] - batch.old_logp, [1e-3, 1e-2, 1e-1]) if own.exists() else None
@@ -62,14 +61,17 @@ def tokens_of(run, line, tokenizer, color, is_plain):
 
 
 def chosen(run, args):
-    for line in map(json.loads, open(run / "rollouts.jsonl")):
-        low, high, reward = args.min_reward, args.max_reward, line["reward"]
-        wanted = {"step": args.step, "env": args.env, "example": args.row}
-        if any(v is not None and line[k] != v for k, v in wanted.items()):
-            continue
-        if (low is None and high is None) or (
-            reward is not None and (low or -1e300) <= reward <= (1e300 if high is None else high)
-        ):
+    """Lines of rollouts.jsonl as asked; where bounds are given, only what has a reward."""
+    wanted = {"step": args.step, "env": args.env, "example": args.row}
+    low, high = (-math.inf if args.min_reward is None else args.min_reward), args.max_reward
+    high = math.inf if high is None else high
+    is_bounded = args.min_reward is not None or args.max_reward is not None
+    for text in open(run / "rollouts.jsonl"):
+        if not text.endswith("\n"):
+            return  # it is being written
+        line = json.loads(text)
+        is_within = line["reward"] is not None and low <= line["reward"] <= high
+        if all(v in (None, line[k]) for k, v in wanted.items()) and (is_within or not is_bounded):
             yield line
 
 
