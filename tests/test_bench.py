@@ -38,7 +38,7 @@ def test_where_time_goes(train, wait, sync, queue, remedy, tmp_path):
     said = where_time_goes(tmp_path, 3, [page], [page, page, page])
     assert said.startswith(f"time: the trainer trained {10 * train:.0f}%, waited {10 * wait:.0f}% for rollouts")
     assert f"of 20 s; servers: 100 tokens/s, {2 * queue}% of" in said
-    assert "75% of prompt tokens cached, 4 preemptions; " in said and remedy in said
+    assert "75% of prompts cached, 4 preemptions; " in said and remedy in said
     assert remedy in where_time_goes(tmp_path, 3, [""], [""]) or queue == 40
 
 

@@ -29,11 +29,8 @@ def run(part, quick):
     """-> rows, seconds. A part that fails is a row, too."""
     began = time.monotonic()
     command = [sys.executable, str(ROOT / "tests" / "bench" / f"{part}.py"), *(["--quick"] if quick else [])]
-    env = (
-        os.environ
-        | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
-        | ({} if part == "gpu" else {"CUDA_VISIBLE_DEVICES": ""})
-    )
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {} if part == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
     )

@@ -75,10 +75,10 @@ class WeightSender:
         t, self.cfg, self.run_dir, self.loaded, self.servers = cfg.trainer, cfg, run_dir, [], Servers(cfg)
         self.servers.wait_ready()
         self.names = set()  # sent by the last version; none may fall out
-        self.backend = backend = (
-            t.sync_backend if t.sync_backend != "auto" else "nccl" if device.type == "cuda" else "gloo"
-        )
-        self.device, timeout = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
+        native = "nccl" if device.type == "cuda" else "gloo"
+        self.backend = backend = native if t.sync_backend == "auto" else t.sync_backend
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        timeout = timedelta(seconds=t.sync_timeout_s)
         listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own would listen on every address
         host, port = listener.getsockname()
         self.store = dist.TCPStore(host, port, None, True, timeout, False, False, listener.detach())

@@ -40,10 +40,8 @@ class Judge:
             raise ValueError(f"aggregation = {aggregation!r}: must be 'mean'")
         self.models, self.base_url, self.own_client = list(judge_models), base_url, client
         self.template, self.scale, self.max_concurrent = template, scale, max_concurrent
-        self.options, self.sampling = (
-            {"max_retries": max_retries, "timeout": timeout},
-            {"temperature": 0.0} | (sampling or {}),
-        )
+        self.options = {"max_retries": max_retries, "timeout": timeout}
+        self.sampling = {"temperature": 0.0} | (sampling or {})
         self.tags, self.loop = "|".join(re.findall(r"</(\w+)>", template) + ["score"]), None
 
     def connect(self):

@@ -142,10 +142,8 @@ def where_time_goes(run_dir, first, before, pages):
     queue = counted("request_queue_time_seconds_sum") / latency if latency else 0.0
     server = ""
     if latency:
-        server = (
-            f"; servers: {counted('generation_tokens_total') / whole:,.0f} tokens/s, {queue:.0%} of a request's time "
-        )
-        server += f"in their queue, {counted('prefix_cache_hits_total') / max(asked, 1):.0%} of prompt tokens cached, "
+        server = f"; servers: {counted('generation_tokens_total') / whole:,.0f} tokens/s, {queue:.0%} of a request's "
+        server += f"time in their queue, {counted('prefix_cache_hits_total') / max(asked, 1):.0%} of prompts cached, "
         server += f"{counted('num_preemptions_total'):.0f} preemptions"
     if wait > LIMIT:
         remedy = "raise inference.gpus" if queue > LIMIT else "raise orchestrator.max_concurrent or max_staleness"
@@ -214,9 +212,8 @@ def log_step(run_dir, step, last, metrics, started, waited):
     if (kl := metrics.get("policy/kl_sampler") or 0) > KL_WARNING:
         own = metrics.get("policy/kl_age0")
         of = f"{own:.2f} on rollouts of the very same weights: the engines disagree" if own else "of stale rollouts"
-        remedy = (
-            "look at sync/dlogp_mean and trainer.dtype" if own and own > kl / 2 else "lower max_staleness or the lr"
-        )
+        is_same = own and own > kl / 2
+        remedy = "look at sync/dlogp_mean and trainer.dtype" if is_same else "lower max_staleness or the lr"
         print(f"warning: step {step + 1}: KL(sampler || policy) is {kl:.2f} nats, {of}; {remedy}", flush=True)
     if (step + 1) % WINDOW == 0:
         lines = [json.loads(line) for line in read_lines(run_dir / "metrics.jsonl")[-WINDOW:]]

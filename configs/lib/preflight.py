@@ -59,10 +59,8 @@ def check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device):
     batch = longest_batch(cfg, world, policy.model.config.get_text_config().vocab_size)
     tokens = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
     what = f"a micro-batch of {tokens:,} tokens (trainer.micro_batch_size x max_seq_len) fits in memory"
-    remedy = (
-        "lower trainer.micro_batch_size or max_seq_len, or set trainer.gradient_checkpointing, offload_optimizer or "
-    )
-    remedy += "use_lora, or raise trainer.gpus"
+    remedy = "lower trainer.micro_batch_size or max_seq_len, or set trainer.gradient_checkpointing, "
+    remedy += "offload_optimizer or use_lora, or raise trainer.gpus"
     with passes(rank, what, remedy) as done:
         for _ in range(2):
             metrics, _ = train_step(policy, ref, optimizer, batch, 0, idle, rank, world, device)
@@ -74,9 +72,8 @@ def check_sync(publish, canary_logp, sender, policy, cfg, rank, device):
 
     The first real version is the very model that the server loaded by itself, so it would pass without a broadcast.
     The noise grows until the canary moves by far more than the difference that a broadcast is allowed."""
-    params = [
-        p.data.to_local() if isinstance(p.data, DTensor) else p.data for p in policy.parameters() if p.requires_grad
-    ]
+    params = [p.data for p in policy.parameters() if p.requires_grad]
+    params = [p.to_local() if isinstance(p, DTensor) else p for p in params]
     kept = [p.to("cpu", copy=True) for p in params]
     noise, moved, before = 0.1, 0.0, canary_logp(policy, cfg, device)[1]
     torch.manual_seed(cfg.run.seed)
@@ -115,10 +112,8 @@ def check_template(client, envs):
         more = [*first, {"role": "assistant", "content": answer}, reply]
         one, two = (render(m, tools=env.tools, **client.cfg.sampling.chat_template_kwargs) for m in (first, more))
         ok &= two.startswith(one) and answer in two
-    remedy = (
-        "each turn will be a sample of its own: correct, but slower (rollout/forks); set chat_template to one that "
-    )
-    return tell(ok, "chat template keeps its prefix", remedy + "keeps earlier answers as they were")
+    remedy = "each turn will be a sample of its own: correct, but slower (rollout/forks); set chat_template to "
+    return tell(ok, "chat template keeps its prefix", remedy + "one that keeps earlier answers as they were")
 
 
 def check_baseline(name, groups):

@@ -77,9 +77,8 @@ def tell(role, code, text):
     with contextlib.suppress(FileNotFoundError):  # another role was first
         os.rename(reserve, file)
         rank = int(os.environ.get("RANK", 0))
-        text = (
-            text if len(text) < 1500 else f"{text[:300]} ... {text[-1200:]}"
-        )  # a worker's traceback ends in its cause
+        if len(text) > 1500:  # a worker's traceback ends in its cause
+            text = f"{text[:300]} ... {text[-1200:]}"
         about = {"role": role, "rank": rank, "pid": os.getpid(), "code": code, "cause": text, "time": time.time()}
         with open(file, "r+") as f:
             f.write(json.dumps(about))

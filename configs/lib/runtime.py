@@ -43,9 +43,8 @@ def load_config(path, overrides=()):
 
     configs/defaults.toml is the schema. Raises RunError 2 that names the key and, if unknown, the nearest known one."""
     schema = tomllib.loads((Path(__file__).parent.parent / "defaults.toml").read_text())
-    limits, renamed, values, refused, foreign = (
-        schema.pop(table) for table in ("limits", "renamed", "renamed_values", "refused", "prime_rl")
-    )
+    about = ("limits", "renamed", "renamed_values", "refused", "prime_rl")
+    limits, renamed, values, refused, foreign = map(schema.pop, about)
     defaults = flatten(schema)
     open_tables = {key for key, value in defaults.items() if type(value) is dict}
     try:
