@@ -29,7 +29,7 @@ ulimit -c 0 # no core files where stacks are dumped
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 RESOLVED=$("$PY" configs/lib/for_launch.py "$SCRATCH" "$CONFIG" "$@") || exit
 eval "$RESOLVED" # RUN_DIR STEPS COMPLETE PATIENCE MODEL PREPARE PREPARE_S DTYPE MAX_LEN SEED TEMPLATE INF_GPUS TRAIN_GPUS TP PORT LORA STALENESS RANK_LORA TRACKER URLS ARGS
-[ "$COMPLETE" = 1 ] && { echo "[launch] already complete: $RUN_DIR has its $STEPS steps; set max_steps higher to go on"; exit 0; }
+[ "$COMPLETE" = 1 ] && { echo "[launch] already complete: $RUN_DIR has its $STEPS steps; set max_steps higher to go on, or run_name for another run"; exit 0; }
 LOGS=$RUN_DIR/logs
 [ "${TMUX:-}" != 1 ] || . configs/lib/tmux.sh # this command again, in a session with a pane per role
 export ROLEMODEL_EXIT_FILE=$RUN_DIR/exit.json
@@ -72,7 +72,10 @@ if [ "$GPUS" -eq 0 ]; then
     # here the environment does. By its path, since the short name "uni" is turned into "mp".
     [[ "$TP" -gt 1 || " ${ARGS[*]} " =~ " --"(distributed-executor-backend|pipeline-parallel-size)" " ]] ||
         ARGS+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
+elif [ $((INF_GPUS > TRAIN_GPUS ? INF_GPUS : TRAIN_GPUS)) -gt ${#DEVICES[@]} ]; then
+    finish 2 "[launch] exit=2 inference.gpus = $INF_GPUS and trainer.gpus = $TRAIN_GPUS, but there are ${#DEVICES[@]} GPUs"
 elif [ $((INF_GPUS + TRAIN_GPUS)) -gt ${#DEVICES[@]} ]; then # shared: NCCL refuses two ranks on one device
+    echo "[launch] vLLM and the trainer share ${#DEVICES[@]} GPU(s)"
     EXTRA+=(trainer.sync_backend=gloo)
     [[ " ${ARGS[*]} " == *" --gpu-memory-utilization "* ]] || ARGS+=(--gpu-memory-utilization 0.4)
 fi

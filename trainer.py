@@ -151,11 +151,11 @@ def build_policy(cfg, device, world):
     if t.compile:
         for layer in model.base_model.layers:  # not the module: FSDP2's hooks stay outside of the graph
             layer.forward = torch.compile(layer.forward, dynamic=True)
-    policy = Policy(model).train().to("cpu" if offload else device)
+    policy = Policy(model).train()  # on the CPU: fully_shard moves a block at a time
     if world % t.replicas:
         raise RunError(2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
     if world == 1 and t.dtype == "fp32" and not offload:
-        return policy  # nothing to shard, nothing to cast
+        return policy.to(device)  # nothing to shard, nothing to cast
     shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded within a node, copied across
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
     how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
@@ -402,6 +402,8 @@ def main(argv):
     step, last, streak = 0, min(cfg.run.max_steps, len(replay) or cfg.run.max_steps), 0
     if found := latest_checkpoint(run_dir):
         step = load_checkpoint(found, policy, ref, optimizer, cfg, rank)
+    if replay and step == last:
+        raise RunError(2, f"{run_dir} has its {last} steps already: choose another run_name, or remove it")
     first = step
     cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < first, rank)
     sender = WeightSender(cfg, run_dir, device) if rank == 0 and not replay else None

@@ -3,6 +3,8 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 # sbatch configs/slurm.sh config.toml [table.key=value ...], from the repository, which all nodes must see.
 # The first node gives inference.gpus of its GPUs to vLLM; every node gives the same number, trainer.gpus, to the trainer.
@@ -17,7 +19,7 @@ gpus=$("$PY" -c "import sys; sys.path.insert(0, '.'); from configs.lib.runtime i
 print(arguments('', sys.argv[1:])[0].trainer.gpus)" "$config" "$@")
 more=("trainer.replicas=$NNODES" "$@")
 # shellcheck disable=SC2016  the variables are each node's own
-PY=$PY GPUS=$gpus srun --kill-on-bad-exit=1 --wait=60 bash -c '
+PY=$PY GPUS=$gpus srun --kill-on-bad-exit=1 --wait=60 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c '
     if [ "$SLURM_NODEID" = 0 ]; then exec bash launch.sh "$@"; fi
     config=$1; shift
     exec "$PY" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \

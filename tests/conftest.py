@@ -158,7 +158,7 @@ def free_port():
 def launch(toml, *overrides, timeout=90, check=True, **env):
     """bash launch.sh with the fake server -> CompletedProcess."""
     env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"} | env
-    env |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     command = ["bash", str(ROOT / "launch.sh"), str(toml), f"inference.port={free_port()}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert not check or done.returncode == 0, done.stdout + done.stderr

@@ -461,10 +461,13 @@ def test_reading_rollouts(small_run):
 
 @pytest.mark.parametrize("low, high, rewards", [(None, None, [-1, 0, 1, None]), (0, None, [0, 1]), (None, 0, [-1, 0])])
 def test_rollouts_are_chosen_by_reward(low, high, rewards, tmp_path):
-    rows = [json.dumps({"step": 0, "env": "a", "example": 1, "reward": x}) + "\n" for x in (-1, 0, 1, None)]
+    about = {"step": 0, "env": "a", "example": 1, "advantage": None}
+    rows = [json.dumps(about | {"reward": x}) + "\n" for x in (-1, 0, 1, None)]
     (tmp_path / "rollouts.jsonl").write_text("".join(rows) + '{"step": 1, "rew')  # and half of one
-    args = SimpleNamespace(step=None, env="a", row=None, min_reward=low, max_reward=high)
+    args = SimpleNamespace(step=None, env="a", row=None, min_reward=low, max_reward=high, color=None)
     assert [line["reward"] for line in tools.show.chosen(tmp_path, args)] == rewards
+    args.color = "advantage"
+    assert not list(tools.show.chosen(tmp_path, args))  # none was trained on
 
 
 def test_the_trainers_own_logp_is_kept(small_run):
@@ -651,6 +654,23 @@ def test_two_nodes_and_two_servers(models, tmp_path):
     finally:
         for server in servers:
             stop(server)
+
+
+@pytest.mark.slow
+def test_devices_are_shared_out(models, tmp_path):
+    """Four GPUs, by a stand-in for nvidia-smi: the first for servers, the next for ranks; too few are refused."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: some; done\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
+    more = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "KIND": "cpu", "CUDA_VISIBLE_DEVICES": "7,5,3,1"}
+    done = launch(toml, "inference.gpus=5", check=False, **more)
+    assert done.returncode == 2 and "inference.gpus = 5 and trainer.gpus = 1, but there are 4 GPUs" in done.stderr
+    done = launch(toml, "inference.gpus=2", "preflight=false", **more)
+    logs = {name: (tmp_path / "run" / "logs" / f"{name}.log").read_text() for name in ("inference", "inference1")}
+    logs["trainer"] = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    found = {name: re.findall(r"CUDA_VISIBLE_DEVICES=(\S*)", text)[-1] for name, text in logs.items()}
+    assert found == {"inference": "7", "inference1": "5", "trainer": "3"} and "the trainer share" not in done.stdout
 
 
 @pytest.mark.long

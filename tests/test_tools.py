@@ -153,6 +153,8 @@ def test_generate_then_train_offline(tmp_path, models, capsys):
     assert "next: torchrun trainer.py" in capsys.readouterr().out
     replay = tmp_path / "run-offline" / "batches"
     run_trainer(toml, "--replay", replay, "max_steps=9")
+    again = run_trainer(toml, "--replay", replay, "max_steps=9", "trainer.learning_rate=1e-9", check=False)
+    assert again.returncode == 2 and "choose another run_name" in again.stderr  # and not: nothing done, without a word
     metrics = lines(tmp_path / "run-replay-cispo" / "metrics.jsonl")
     assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
     sft = ["run_name=sft", "trainer.loss=sft"]

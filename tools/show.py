@@ -1,9 +1,9 @@
 """python tools/show.py outputs/run [--color advantage|diff] [--step N] ...: rollouts for reading, newest first.
 
-Through a pager where there is a terminal. With --color each sampled token of what was trained on is coloured by its
-advantage (green: made likelier, red: unlikelier) or by trainer's - sampler's logp, in three shades: over a tenth, a
-third and two thirds of the batch's largest advantage, or over 0.001, 0.01 and 0.1 nats. Without colours (NO_COLOR, no
-terminal) there is a [++] or [-] behind a token instead. What was not sampled is dim."""
+Through a pager where there is a terminal. With --color only what was trained on, each sampled token coloured by its
+advantage (green: made likelier, red: unlikelier) or by trainer's - sampler's logp, in three shades: the stronger ones
+over a third and two thirds of the batch's largest advantage, or from 0.001, 0.01 and 0.1 nats on. Without colours
+(NO_COLOR, no terminal) there is a [++] or [-] behind a token instead. What was not sampled is dim."""
 
 import argparse
 import functools
@@ -41,7 +41,7 @@ def values_of(run, step, color):
     batch = load_batch(run / "batches" / f"step_{step:06d}.safetensors")
     own = run / "batches" / f"logp_{step:06d}.safetensors"
     if color == "advantage":
-        return batch, batch.advantages, [x * batch.advantages.abs().max().item() for x in (0.1, 1 / 3, 2 / 3)]
+        return batch, batch.advantages, [x * batch.advantages.abs().max().item() for x in (0, 1 / 3, 2 / 3)]
     return (batch, load_file(own)["logp"] - batch.old_logp, [1e-3, 1e-2, 1e-1]) if own.exists() else None
 
 
@@ -61,7 +61,7 @@ def tokens_of(run, line, tokenizer, color, is_plain):
 
 
 def chosen(run, args):
-    """Lines of rollouts.jsonl as asked; where bounds are given, only what has a reward."""
+    """Lines of rollouts.jsonl as asked; where bounds are given only what has a reward, with colours an advantage."""
     wanted = {"step": args.step, "env": args.env, "example": args.row}
     low, high = (-math.inf if args.min_reward is None else args.min_reward), args.max_reward
     high = math.inf if high is None else high
@@ -71,7 +71,8 @@ def chosen(run, args):
             return  # it is being written
         line = json.loads(text)
         is_within = line["reward"] is not None and low <= line["reward"] <= high
-        if all(v in (None, line[k]) for k, v in wanted.items()) and (is_within or not is_bounded):
+        has_color = not args.color or line["advantage"] is not None
+        if all(v in (None, line[k]) for k, v in wanted.items()) and (is_within or not is_bounded) and has_color:
             yield line
 
 

@@ -49,7 +49,8 @@ def main(argv):
         flags += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
     dtype = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[t.dtype]
     lora = int(cfg.sends_adapters)
-    plain = {"MODEL": run.model, "PREPARE": run.prepare, "RUN_DIR": run_dir, "DTYPE": dtype, "MAX_LEN": run.max_seq_len}
+    makes = run.prepare if not any(arg.startswith("model=") for arg in argv) else ""  # the TOML's model, no other
+    plain = {"MODEL": run.model, "PREPARE": makes, "RUN_DIR": run_dir, "DTYPE": dtype, "MAX_LEN": run.max_seq_len}
     plain |= {"SEED": run.seed, "TEMPLATE": run.chat_template, "INF_GPUS": inf.gpus, "TRAIN_GPUS": t.gpus, "LORA": lora}
     plain |= {"TP": inf.args.get("tensor_parallel_size", 1), "PORT": inf.port, "STEPS": run.max_steps}
     plain |= {"COMPLETE": int(complete), "PATIENCE": cfg.orchestrator.version_timeout, "PREPARE_S": run.prepare_timeout}

@@ -59,7 +59,12 @@ def load_config(path, overrides=()):
         table = "".join(f"\n  {k} -> {flatten(foreign)[k]}" for k in hits)
         raise RunError(2, f"{path} is a prime-rl configuration; its keys are here:{table}")
     final = dict(defaults)
-    for key, value in given.items():
+
+    def turn(item):  # what turns something on gives way to the number for it, what turns it off does not
+        stands_for = values.get(item[0].rpartition(".")[2], {}).get(str(item[1]))
+        return 1 if stands_for is None else 0 if all(stands_for.values()) else 2
+
+    for key, value in sorted(given.items(), key=turn):
         name = key.removeprefix("trainer.args.")
         if name == key:
             final[key] = value

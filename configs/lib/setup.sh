@@ -1,7 +1,7 @@
 # Sourced by launch.sh: finds the interpreter, and makes .venv on first use.
 # --- environment: an active one with the right vLLM, else .venv, made here on first use --------------------------------
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-KIND=$([ "$GPUS" -gt 0 ] && echo gpu || echo cpu)
+KIND=${KIND:-$([ "$GPUS" -gt 0 ] && echo gpu || echo cpu)} # KIND=gpu installs for GPUs where there are none, as on a login node
 [ -n "${CUDA_VISIBLE_DEVICES-all}" ] || GPUS=0 # set, but empty: hidden
 has_vllm() { "$1" -c "
 import importlib.metadata as m, re, sys
