@@ -88,7 +88,8 @@ if [ -n "$PREPARE" ] && [ ! -d "$MODEL" ]; then
     wait "${PID[prepare]}" || dead prepare $?
     unset 'PID[prepare]'
 fi
-[ -n "${local_model:-}" ] && export HF_HUB_OFFLINE=1
+offline=() # not for the orchestrator, whose rows may be there
+[ -z "${local_model:-}" ] || offline=(HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}")
 
 mapfile -t ports < <(seq "$PORT" $((PORT + INF_GPUS / TP - 1)))
 STORE_PORT=$("$PY" configs/lib/for_launch.py --port "${ports[@]}" 2>"$SCRATCH/port") ||
@@ -102,7 +103,7 @@ if [ ${#URLS[@]} -eq 0 ]; then
             --worker-extension-cls configs.lib.broadcast.WeightReceiver ${TEMPLATE:+--chat-template "$TEMPLATE"} "${ARGS[@]}")
         [ "$LORA" = 1 ] && flags+=(--enable-lora --max-lora-rank "$RANK_LORA" --max-loras $((STALENESS + 2)))
         name=inference; [ "$i" = 0 ] || name+=$i
-        start "$name" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" "${SERVER_ENV[@]}" \
+        start "$name" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" "${SERVER_ENV[@]}" "${offline[@]}" \
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}"
     done
 fi
@@ -114,7 +115,7 @@ threads=$((CORES / 2 / TRAIN_GPUS)); [ $threads -gt 0 ] || threads=1
 rendezvous=(--master-addr 127.0.0.1 --master-port "$STORE_PORT")
 [ -z "${NNODES:-}" ] || rendezvous=(--nnodes "$NNODES" --node-rank 0 --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}")
 start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$TRAIN_GPUS")" OMP_NUM_THREADS="${TRAINER_THREADS:-$threads}" \
-    "$PY" -m torch.distributed.run --nproc-per-node "$TRAIN_GPUS" "${rendezvous[@]}" trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
+    "${offline[@]}" "$PY" -m torch.distributed.run --nproc-per-node "$TRAIN_GPUS" "${rendezvous[@]}" trainer.py "$CONFIG" "$@" "${EXTRA[@]}"
 tracker=''
 if [ -n "$TRACKER" ]; then # it follows the files; the run goes on without it
     start tracker "$PY" configs/lib/track.py "$RUN_DIR" "$TRACKER"

@@ -87,6 +87,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     s, live = cfg.sampling._asdict() | override, client.version
     # HACK HERE: how the policy is sampled
     body = {k: s[k] for k in ("temperature", "top_p", "min_p", "repetition_penalty", "stop")}
+    body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}  # a model's generation_config.json may have others
     body |= {"n": n, "max_tokens": min(s["max_tokens"], room), "top_k": s["top_k"] or -1, "return_token_ids": True}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of other weights are never reused
     body["model"] = f"{client.run_id}-v{live if version is None else version}" if cfg.sends_adapters else client.run_id
@@ -224,9 +225,8 @@ async def fill(name, env, order, num, n, client, slots, cfg):
             open_jobs = [task for task in jobs.values() if not task.done()]
             ended, _ = await asyncio.wait(open_jobs, timeout=30, return_when=asyncio.FIRST_COMPLETED)
             if not ended:
-                print(
-                    f"batch {n} waits: {len(useful)} of {num} groups of {name}, {len(open_jobs)} under way", flush=True
-                )
+                have = f"{len(useful)} of {num} groups of {name}, {len(open_jobs)} under way"
+                print(f"batch {n} waits: {have}", flush=True)
     finally:
         for task in jobs.values():
             task.cancel()

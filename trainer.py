@@ -60,9 +60,7 @@ def add_lora(model, cfg):
             there = sorted({name.split(".")[-1] for name in linear})
             raise RunError(2, f"trainer.lora_target_modules: {target!r} matches no linear layer; there are {there}")
         if any(m.weight is model.get_input_embeddings().weight for m in matched):
-            raise RunError(
-                2, f"trainer.lora_target_modules: {target!r} is tied to the embedding, which cannot be merged"
-            )
+            raise RunError(2, f"trainer.lora_target_modules: {target!r} is tied to the embedding: it cannot be merged")
         for m in matched:
             m.__class__, m.scale, m.dropout = LoRALinear, cfg.lora_alpha / cfg.lora_rank, cfg.lora_dropout
             m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(cfg.lora_rank, m.in_features), a=math.sqrt(5)))
@@ -185,7 +183,7 @@ EPSILON = {"grpo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}  # 
 
 def compute_loss(logp_N, old_logp_N, adv_N, mask_N, sample_N, entropy_N, ref_logp_N, cfg):
     """HACK HERE: loss per token and values to log -> (loss_N, {metric: value_N}); "module:function" in trainer.loss
-    names another one. mask_N is False on filler, sample_N the index of a token's sample, ref_logp_N None without beta,
+    names another one. mask_N is False on filler, sample_N counts a token's sample from 0, ref_logp_N None without beta,
     cfg the [trainer] table. The step divides the sum of loss_N by a count over all ranks and micro-batches (dr_grpo:
     rollouts x max_tokens, gspo: samples, else loss tokens). Below, r = pi / pi_old, A the advantage, sg no gradient."""
     log_r_N = (logp_N - old_logp_N).clamp(-20, 20)  # before exp: inf would meet zero advantages
@@ -208,7 +206,7 @@ def compute_loss(logp_N, old_logp_N, adv_N, mask_N, sample_N, entropy_N, ref_log
             out_N = (r_N < cfg.icepop_low) | (r_N > cfg.ratio_cap)
             loss_N = -torch.where(out_N, 0, r_N.detach() * adv_N * logp_N)
         case "gspo":  # s = exp(mean of log r over the sample): -min(s A, clip(s) A), over its tokens (2507.18071)
-            zero_S = logp_N.new_zeros(int(sample_N.max()) + 1)
+            zero_S = torch.zeros_like(logp_N)  # long enough, and no wait for the GPU to know how long
             len_N = zero_S.index_add(0, sample_N, mask_N.to(logp_N)).clamp(min=1)[sample_N]
             s_N = (zero_S.index_add(0, sample_N, log_r_N * mask_N)[sample_N] / len_N).exp()
             out_N = s_N.clamp(low, high) * adv_N < s_N * adv_N
@@ -308,9 +306,22 @@ def learning_rate(step, t, total):
 
 def swap(params, ref):
     """Exchanges trained and reference parameters in place: the policy module then computes the reference."""
+    if torch.cuda.is_available():  # with offload copies to the GPU may still read them
+        torch.cuda.synchronize()
     for p, r in zip(params, ref):
         kept = local(p.data).clone()
         local(p.data).copy_(r), r.copy_(kept)
+
+
+@torch.no_grad()
+def with_reference(policy, ref, params, micros):
+    """-> micros with ref_logp_N, of the reference and without dropout."""
+    swap(params, ref)
+    policy.eval()
+    micros = [micro | {"ref_logp_N": policy(micro)[0]} for micro in micros]
+    policy.train()
+    swap(params, ref)
+    return micros
 
 
 @torch.no_grad()
@@ -345,10 +356,7 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
     bins = pack(lens, budget, world, policy.model.config.get_text_config().hidden_size)[rank::world]
     micros = [collate(batch, indices, device) for indices in bins]
     if ref:
-        swap(params, ref)
-        with torch.no_grad():
-            micros = [micro | {"ref_logp_N": policy(micro)[0]} for micro in micros]
-        swap(params, ref)
+        micros = with_reference(policy, ref, params, micros)
     scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
     for update in range(t.updates_per_batch):
         for micro in micros:
@@ -364,6 +372,8 @@ def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
                 logs["policy/kl_ref"] = log_r_N.exp() - log_r_N - 1
                 loss_N = loss_N + t.beta * logs["policy/kl_ref"]
             loss = torch.where(micro["mask_N"], loss_N, 0).sum() / count
+            if t.replicas > 1:  # between nodes once per step
+                policy.set_requires_all_reduce(micro is micros[-1])
             (loss * scale).backward()
             if update == 0:
                 sums.update(observed(micro, logp_N, entropy_N, logs, ages, given, t))
@@ -413,15 +423,16 @@ def main(argv):
             check_sync(publish, canary_logp, sender, policy, cfg, rank, device)
             optimizer.state.clear()  # of the checks, which go beside Adam's tensors as all broadcasts do
         publish(sender, policy, step, 0, cfg, rank, device)
+    mark = time.perf_counter()
     while step < last:
-        started = time.perf_counter()
+        started, mark = mark, time.perf_counter()  # between them: the checkpoint of the step before
         path = replay[step] if replay else run_dir / "batches" / f"step_{step:06d}.safetensors"
         batch = load_batch(path, rank, device, t.batch_timeout_s, None if replay else (identity(cfg), step))
-        waited, info = time.perf_counter() - started, batch.info
+        waited, info = time.perf_counter() - mark, batch.info
         if replay and [t.advantage, t.gamma] != [info.get("advantage", t.advantage), info.get("gamma", t.gamma)]:
             batch = replace_advantages(batch, compute_advantages, t.advantage, t.gamma)
         trained, logp_T = train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
-        metrics = info.get("metrics", {}) | trained
+        metrics = info.get("metrics", {}) | trained | {"time/checkpoint_s": mark - started}
         is_broken = metrics["optim/skipped"] or (not replay and metrics["policy/kl_sampler"] > 1)
         streak = streak + 1 if is_broken else 0
         if streak == 3:
@@ -435,6 +446,7 @@ def main(argv):
         if rank == 0:
             save_logp(run_dir, step - 1, logp_T)
             log_step(run_dir, step - 1, last, metrics, started, waited)
+        mark = time.perf_counter()
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank)
     if not cfg.run.max_steps:  # --check

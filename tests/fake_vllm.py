@@ -151,6 +151,8 @@ class Server(WeightReceiver):
     async def rpc(self, request):
         body = await request.json()
         await self.answers()
+        if body["method"] == "join_weight_group" and FAKE.get("join"):
+            return web.json_response({"error": "fault asked for: no such route"}, status=404)
         if body["method"] == "receive_weights":
             fault = FAKE.get(f"sync {self.model_runner.num_syncs + 1}")
             await asyncio.sleep(3600 if fault == "hang" else 0)

@@ -28,11 +28,13 @@ vllm:num_preemptions_total{engine="0"} 2.0
         (5, 4, 1, 5, "raise orchestrator.max_concurrent or max_staleness"),
         (5, 4, 1, 40, "raise inference.gpus"),
         (5, 1, 4, 5, "make steps longer"),
+        (5, 1, 1, 5, "raise checkpoint.every"),
         (9, 0.5, 0.5, 40, "training is the limit"),
     ],
 )
 def test_where_time_goes(train, wait, sync, queue, remedy, tmp_path):
     line = {"step": 3, "time/step_s": 10.0, "time/train_s": train, "time/wait_batch_s": wait, "time/sync_s": sync}
+    line["time/checkpoint_s"] = 10 - train - wait - sync
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line | {"step": 2}) + "\n" + 2 * (json.dumps(line) + "\n"))
     page = PAGE.replace('seconds_sum{engine="0"} 5.0', f'seconds_sum{{engine="0"}} {queue}')
     said = where_time_goes(tmp_path, 3, [page], [page, page, page])

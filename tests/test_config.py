@@ -168,6 +168,23 @@ def test_documents_names_are_all_covered():
         assert new.rpartition(".")[2] in flat | set(schema), (old, new)
 
 
+def test_vllms_flags_may_have_dashes(tmp_path):
+    text = 'model = "m"\n[env]\nid = "reverse_text"\n[inference]\ngpus = 2\nargs = { tensor-parallel-size = 2 }\n'
+    assert load(tmp_path, text).inference.args == {"tensor_parallel_size": 2}
+    with pytest.raises(RunError, match="no multiple of inference.args.tensor_parallel_size = 2"):
+        load(tmp_path, text.replace("gpus = 2", "gpus = 3"))
+    with pytest.raises(RunError, match="max_model_len.*: set by launch.sh"):
+        load(tmp_path, text.replace("tensor-parallel-size", "max-model-len"))
+
+
+def test_what_is_resolved_is_toml_again(tmp_path):
+    from configs.lib.for_launch import toml_table
+
+    args = {"system_prompt": 'Reply "so" \U0001f600\n', "ü": [1, True]}
+    table = load(tmp_path, 'model = "m"\n[env]\nid = "reverse_text"\n').env[0]._replace(args=args)
+    assert tomllib.loads(toml_table("env", table))["env"]["args"] == args
+
+
 PRIME_RL = """
 inference_gpu_ids = [0]
 trainer_gpu_ids = [1]

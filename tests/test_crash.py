@@ -277,6 +277,7 @@ def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
     ({"sync 3": "raise"}, "fault asked for: sync raises after its first tensor"),
     ({"sync 3": "hang"}, r"broadcast over gloo, of version 1: |/collective_rpc: ReadTimeout: .*sync_timeout_s = 5"),
     ({"sync 3": "500"}, "no weights today"),
+    ({"join": "404"}, "/collective_rpc answered 404: .*no such route"),
 ], 1))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case

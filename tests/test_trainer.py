@@ -400,6 +400,27 @@ def test_reference_kl(lora, make_cfg, tmp_path):
     assert all(torch.equal(a, b.detach()) for a, b in zip(held, params))  # swapped back to the bit
 
 
+def test_samples_of_a_micro_batch_count_from_0(tmp_path):
+    """Also where some have no loss token; gspo sums over them."""
+    samples = make_samples(6)
+    for i in (0, 3):
+        samples[i]["mask"] = [0] * len(samples[i]["mask"])
+    micro = trainer.collate(batch_of(tmp_path, samples), [0, 1, 3, 5], CPU)
+    sizes = [sum(samples[i]["mask"]) for i in (1, 5)]
+    assert micro["sample_N"].tolist() == [0] * sizes[0] + [1] * sizes[1]
+
+
+def test_the_reference_has_no_dropout(make_cfg, tmp_path):
+    cfg = make_cfg("trainer.use_lora=true", "trainer.lora_dropout=0.5", "trainer.beta=0.1")
+    policy, batch = trainer.build_policy(cfg, CPU, 1), batch_of(tmp_path, make_samples())
+    params = [p for p in policy.parameters() if p.requires_grad]
+    ref = [torch.randn_like(p) for p in params]
+    micro = trainer.collate(batch, list(range(12)), CPU)
+    one, two = (trainer.with_reference(policy, ref, params, [micro])[0]["ref_logp_N"] for _ in range(2))
+    trainer.swap(params, ref)  # whose B is not 0
+    assert torch.equal(one, two) and not torch.equal(policy(micro)[0], policy(micro)[0])
+
+
 def test_kl_to_the_reference_has_k3s_gradient(make_cfg, tmp_path):
     """d/dlogp of exp(ref - logp) - (ref - logp) - 1 is 1 - exp(ref - logp); zero advantages leave nothing else."""
     samples = [s | {"advantage": 0.0} for s in make_samples()]

@@ -11,11 +11,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from configs.lib.runtime import read_lines
+
 STYLES = [(line, shade) for shade in ("0", "0.6") for line in ("-", "--", ":", "-.")]  # readable without colour
 
 
 def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in read_lines(path)]
 
 
 def plot(runs, out):
@@ -57,7 +60,12 @@ def plot(runs, out):
         if run is not runs[0]:
             continue
         axis, below = axes[1, 2], [0.0] * len(metrics)
-        for key, shade, hatch in (("wait_batch", "1.0", ""), ("train", "0.7", "//"), ("sync", "0.3", "")):
+        for key, shade, hatch in (
+            ("wait_batch", "1.0", ""),
+            ("train", "0.7", "//"),
+            ("sync", "0.3", ""),
+            ("checkpoint", "0.9", ".."),
+        ):
             above = [b + (m.get(f"time/{key}_s") or 0) for b, m in zip(below, metrics)]
             axis.fill_between(
                 steps, below, above, color=shade, hatch=hatch, edgecolor="black", linewidth=0.3, label=key

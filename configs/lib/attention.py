@@ -58,8 +58,8 @@ class Move(torch.autograd.Function):
 def packed_attention(module, q_BHTD, k_BHTD, v_BHTD, attention_mask, packing, scaling, dropout=0.0, **kwargs):
     """Causal attention confined to each sample of one packed row (B = 1) -> [1, T, H, D], None.
 
-    On CUDA in 16 bits: varlen flash attention. Else
-    one SDPA for each run of like lengths, which trainer.pack lays side by side. A sliding window becomes a window.
+    On CUDA in 16 bits: varlen flash attention. Else one SDPA for each run of like lengths, which trainer.pack lays side
+    by side. A sliding window becomes a window.
     Raises RunError 2 for anything a model asks that is not done here (soft-caps, sinks, dropout, masks)."""
     lens, cu_lens, window = packing.lens, packing.cu_lens, kwargs.pop("sliding_window", None)
     lacking = [k for k, v in kwargs.items() if v is not None and k not in HARMLESS]
@@ -84,7 +84,11 @@ def packed_attention(module, q_BHTD, k_BHTD, v_BHTD, attention_mask, packing, sc
         mask = None
         if window is not None and window < length:
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        if q.is_cuda:  # in fp32 only the math kernel, which keeps the scores, takes fewer heads of k and v
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        y = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=not q.is_cuda
+        )
         out.append(y.transpose(1, 2).flatten(0, 1))
     out = torch.cat(out)
     return (out if is_plain else Move.apply(out, place_T, token_P, filler_P))[None], None

@@ -11,7 +11,7 @@ import socket
 import time
 import traceback
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from threading import Timer
@@ -86,7 +86,10 @@ class WeightSender:
         spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s}
         spec["size"] = 1 + workers * len(self.servers.urls)
         joining = self.servers.rpc("join_weight_group", [spec | {"first": i} for i in range(1, spec["size"], workers)])
-        self.group = make_group(self.store, 0, spec)
+        made = self.servers.pool.submit(make_group, self.store, 0, spec)
+        for call in wait([made, *joining], return_when=FIRST_EXCEPTION).done:
+            call.result()  # what a server answered, before the group's own time is up
+        self.group = made.result()
         self.pages = self.servers.metrics()  # counters of a server that was there before begin somewhere
         for about in (worker for reply in joining for worker in reply.result()):
             if about != (mine := {"dtype": DTYPES[t.dtype], "lora": cfg.sends_adapters}):

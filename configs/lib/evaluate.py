@@ -79,12 +79,14 @@ def paired(first, now):
 
 
 async def evaluate_when_due(run_group, sample, envs, client, run_dir, cfg):
-    """At version 0, every eval.every versions and at the last one; each once, also over restarts."""
-    path = run_dir / "eval.jsonl"
-    done = {json.loads(line)["step"] for line in path.read_text().splitlines()}
-    while cfg.eval.every and cfg.run.max_steps not in done:
+    """At version 0, every eval.every versions and at the last one; each once, also over restarts. Where one took until
+    after the next was due, that is made up for at the version then live."""
+    every, last = cfg.eval.every, -1
+    for line in read_lines(run_dir / "eval.jsonl"):
+        last = max(last, json.loads(line)["step"])
+    while every and last < cfg.run.max_steps:
         version = client.version
-        if version >= 0 and version not in done and (version % cfg.eval.every == 0 or version == cfg.run.max_steps):
+        if version // every > last // every or version == cfg.run.max_steps:
             await evaluate(run_group, sample, envs, client, run_dir, cfg)
-            done.add(version)
+            last = version
         await asyncio.sleep(0.02)

@@ -63,8 +63,8 @@ def main(argv):
 def toml_table(header, table):
     def value(key, v):
         if type(v) is dict:
-            return "{ " + ", ".join(f"{json.dumps(k)} = {value(k, x)}" for k, x in v.items()) + " }"
-        return json.dumps(redacted(key, v))
+            return "{ " + ", ".join(f"{json.dumps(k, ensure_ascii=False)} = {value(k, x)}" for k, x in v.items()) + " }"
+        return json.dumps(redacted(key, v), ensure_ascii=False)  # TOML knows no surrogates
 
     lines = [f"{k} = {value(k, v)}\n" for k, v in table._asdict().items()]
     return (f"\n[{header}]\n" if header else "") + "".join(lines)

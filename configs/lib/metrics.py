@@ -126,10 +126,12 @@ def where_time_goes(run_dir, first, before, pages):
     at the start and now, "" where it has none."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     lines = [m for m in lines if m["step"] >= first]
-    parts = {k: sum(m.get(f"time/{k}_s") or 0 for m in lines) for k in ("step", "train", "wait_batch", "sync")}
+    parts = {
+        k: sum(m.get(f"time/{k}_s") or 0 for m in lines) for k in ("step", "train", "wait_batch", "sync", "checkpoint")
+    }
     if not (whole := parts.pop("step")):
         return ""
-    train, wait, sync = (seconds / whole for seconds in parts.values())
+    train, wait, sync, saved = (seconds / whole for seconds in parts.values())
 
     def counted(name):
         def total(pages):
@@ -147,11 +149,14 @@ def where_time_goes(run_dir, first, before, pages):
         server += f"{counted('num_preemptions_total'):.0f} preemptions"
     if wait > LIMIT:
         remedy = "raise inference.gpus" if queue > LIMIT else "raise orchestrator.max_concurrent or max_staleness"
+    elif saved > LIMIT:
+        remedy = "raise checkpoint.every"
     elif sync > LIMIT:
         remedy = "make steps longer (orchestrator.batch_size, trainer.updates_per_batch), or train adapters in 16 bits"
     else:
         remedy = "training is the limit: raise trainer.gpus or micro_batch_size, or do without gradient_checkpointing"
-    shares = f"the trainer trained {train:.0%}, waited {wait:.0%} for rollouts and synced {sync:.0%} of {whole:.0f} s"
+    shares = f"the trainer trained {train:.0%}, waited {wait:.0%} for rollouts, synced {sync:.0%} and saved {saved:.0%}"
+    shares += f" of {whole:.0f} s"
     return f"time: {shares}{server}; {remedy}"
 
 

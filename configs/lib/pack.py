@@ -47,7 +47,7 @@ def collate(batch, indices, device):
         "old_logp_N": batch.old_logp[next_N],
         "adv_N": batch.advantages[next_N],
         "mask_N": torch.full_like(next_N, is_real, dtype=torch.bool),
-        "sample_N": sample_N,
+        "sample_N": sample_N.unique(return_inverse=True)[1],  # from 0 on, also where a sample has no loss token
         "age_N": torch.tensor([s.get("age", -1) for s in meta])[sample_N],
         "at_N": next_N,  # in the batch
     }

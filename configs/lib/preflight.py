@@ -7,6 +7,7 @@ import contextlib
 import functools
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from configs.lib.batch import Batch
@@ -14,6 +15,8 @@ from configs.lib.order import Order
 from configs.lib.runtime import RunError
 
 NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+LESS_MEMORY = "lower trainer.micro_batch_size or max_seq_len, or set trainer.gradient_checkpointing, "
+LESS_MEMORY += "offload_optimizer or use_lora, or raise trainer.gpus"
 NUM_ROWS = 8  # for the baseline: enough for 0 % and 80 %, little enough for half a minute
 
 
@@ -23,13 +26,15 @@ def tell(is_ok, what, remedy=""):
 
 
 @contextlib.contextmanager
-def passes(rank, what, remedy):
+def passes(rank, what, remedy=""):
     """What fails inside is told with its remedy, and ends the run; else what the block put into its list."""
     done = []
     try:
         yield done
     except (RunError, RuntimeError) as e:  # CUDA's OutOfMemoryError is one of the latter
-        if not isinstance(e, RunError) and not any(text in str(e) for text in NO_MEMORY):
+        if any(text in str(e) for text in NO_MEMORY):
+            remedy = LESS_MEMORY
+        elif not isinstance(e, RunError):
             raise
         text = " ".join(str(e).split())[:600]
         tell(False, f"{what}: {text}", remedy)
@@ -55,13 +60,12 @@ def longest_batch(cfg, world, vocab):
 def check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device):
     """Two steps of two of the largest micro-batches at a learning rate of 0: the second step's second one runs beside
     Adam's state and the first one's gradients, as all do later."""
-    idle = type(cfg)(**vars(cfg) | {"trainer": cfg.trainer._replace(learning_rate=0.0, weight_decay=0.0)})
+    trainer = cfg.trainer._replace(learning_rate=0.0, weight_decay=0.0, updates_per_batch=1)
+    idle = type(cfg)(**vars(cfg) | {"trainer": trainer})
     batch = longest_batch(cfg, world, policy.model.config.get_text_config().vocab_size)
     tokens = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
     what = f"a micro-batch of {tokens:,} tokens (trainer.micro_batch_size x max_seq_len) fits in memory"
-    remedy = "lower trainer.micro_batch_size or max_seq_len, or set trainer.gradient_checkpointing, "
-    remedy += "offload_optimizer or use_lora, or raise trainer.gpus"
-    with passes(rank, what, remedy) as done:
+    with passes(rank, what) as done:
         for _ in range(2):
             metrics, _ = train_step(policy, ref, optimizer, batch, 0, idle, rank, world, device)
         done.append(f"{metrics['perf/peak_gib']:.1f} GiB, {metrics['time/train_s'] / 2:.1f} s")
@@ -85,7 +89,9 @@ def check_sync(publish, canary_logp, sender, policy, cfg, rank, device):
                 spread = p.float().std(correction=0).item() if p.numel() else 0.0
                 p.add_(torch.randn_like(p) * (noise * (spread or 0.2)))  # LoRA's B is 0
             after = canary_logp(policy, cfg, device)[1]
-            noise, moved = 2 * noise, sum(abs(a - b) for a, b in zip(after, before)) / len(after)
+            mine = torch.tensor(sum(abs(a - b) for a, b in zip(after, before)) / len(after))
+            dist.broadcast(mine, 0)  # ranks of other kernels must not go on by themselves
+            noise, moved = 2 * noise, mine.item()
         metrics = publish(sender, policy, -1, 0, cfg, rank, device)
         if rank == 0:
             diff = metrics["sync/dlogp_max"]
@@ -108,8 +114,12 @@ def check_template(client, envs):
     render = functools.partial(client.tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     for env in several:
         first = [{"role": "user", "content": "What?"}]
-        reply = {"role": "tool" if env.tools else "user", "content": "And?"}
-        more = [*first, {"role": "assistant", "content": answer}, reply]
+        said, reply = {"role": "assistant", "content": answer}, {"role": "user", "content": "And?"}
+        if env.tools:  # with an id as strict templates want it
+            function = {"name": env.tools[0]["function"]["name"], "arguments": {}}
+            said |= {"tool_calls": [{"id": "call12345", "type": "function", "function": function}]}
+            reply = {"role": "tool", "tool_call_id": "call12345", "content": "And?"}
+        more = [*first, said, reply]
         one, two = (render(m, tools=env.tools, **client.cfg.sampling.chat_template_kwargs) for m in (first, more))
         ok &= two.startswith(one) and answer in two
     remedy = "each turn will be a sample of its own: correct, but slower (rollout/forks); set chat_template to "

@@ -90,6 +90,7 @@ def load_config(path, overrides=()):
     cfg.env = [e._replace(name=e.name or e.id) for e in cfg.env]
     cfg.run = cfg.run._replace(run_name=cfg.run.run_name or Path(path).stem)
     cfg.path = Path(path)
+    cfg.inference = cfg.inference._replace(args={k.replace("-", "_"): v for k, v in cfg.inference.args.items()})
     # Merging LoRA into 16-bit weights rounds early updates away; in fp32 it is exact, and vLLM samples faster.
     cfg.sends_adapters = cfg.trainer.use_lora and cfg.trainer.dtype != "fp32"
     check(cfg)
@@ -147,7 +148,7 @@ def check(cfg):
     """Impossible combinations, each named with both numbers."""
     run, t, o, s, inf = cfg.run, cfg.trainer, cfg.orchestrator, cfg.sampling, cfg.inference
     owned = "host port logprobs_mode served_model_name worker_extension_cls model max_model_len dtype seed".split()
-    clash = [key for key in inf.args if key.replace("-", "_") in (*owned, "data_parallel_size", "chat_template")]
+    clash = [key for key in inf.args if key in (*owned, "data_parallel_size", "chat_template")]
     hosts = [*(url.split("//")[-1].split(":")[0] for url in inf.urls), t.sync_host]
     remote = [host for host in hosts if host not in ("127.0.0.1", "localhost")]
     tp, g = inf.args.get("tensor_parallel_size", 1), o.rollouts_per_example
@@ -253,10 +254,10 @@ def read_lines(path):
 
 
 def cut_lines(path, keep, rank=0):
-    """Drops lines of a JSONL file that a resumed run will write again."""
+    """Drops lines of a JSONL file that a resumed run will write again, line by line: it may have gigabytes."""
     if rank:
         return
-    kept = [line for line in read_lines(path) if keep(json.loads(line))]
-    tmp = path.with_suffix(".tmp")
-    tmp.write_text("".join(line + "\n" for line in kept))
+    path.touch()
+    with open(path, errors="replace") as old, open(tmp := path.with_suffix(".tmp"), "w") as new:
+        new.writelines(line for line in old if line.endswith("\n") and keep(json.loads(line)))
     os.replace(tmp, path)

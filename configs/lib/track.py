@@ -2,9 +2,8 @@
 
 launch.sh starts it where `tracker` is set. The run does not depend on it: the files are the truth, and what has been
 sent is remembered in tracker.json, so that it can be started again, or later; steps that a resumed run trains again are
-not sent again. Metrics and evaluations by version; of
-every 10th batch a table of 64 rollouts. Account and place are the tracker's own business: WANDB_PROJECT,
-WANDB_MODE=offline, TRACKIO_DIR, ..."""
+not sent again. Metrics and evaluations by version; of every 10th batch a table of 64 rollouts. Account and place are
+the tracker's own business: WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR, ..."""
 
 import json
 import os
