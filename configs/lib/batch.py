@@ -7,7 +7,9 @@ import json
 import os
 import time
 from collections import namedtuple
+from itertools import chain
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -24,12 +26,16 @@ Batch = namedtuple("Batch", "tokens loss_mask old_logp advantages turns sample_l
 def save_batch(path, samples, info):
     """samples: dicts with tokens, mask, logp, turns (equally long lists), advantage (a number, or a list with one per
     turn) and metadata. One rename commits it."""
+
+    def column(lists, dtype):  # the orchestrator's event loop waits for this: torch.tensor takes three times as long
+        return torch.from_numpy(np.fromiter(chain.from_iterable(lists), dtype))
+
     data = {
-        "tokens": torch.tensor([x for s in samples for x in s["tokens"]], dtype=torch.int32),
-        "loss_mask": torch.tensor([x for s in samples for x in s["mask"]], dtype=torch.bool),
-        "old_logp": torch.tensor([x for s in samples for x in s["logp"]], dtype=torch.float32),
-        "advantages": torch.tensor([a for s in samples for a in by_token(s["advantage"], s["turns"])]).float(),
-        "turns": torch.tensor([x for s in samples for x in s["turns"]], dtype=torch.int32),
+        "tokens": column((s["tokens"] for s in samples), np.int32),
+        "loss_mask": column((s["mask"] for s in samples), np.bool_),
+        "old_logp": column((s["logp"] for s in samples), np.float32),
+        "advantages": column((by_token(s["advantage"], s["turns"]) for s in samples), np.float32),
+        "turns": column((s["turns"] for s in samples), np.int32),
         "sample_lens": torch.tensor([len(s["tokens"]) for s in samples], dtype=torch.int32),
     }
     meta = [{k: v for k, v in s.items() if k not in ("tokens", "mask", "logp", "turns")} for s in samples]
@@ -54,7 +60,7 @@ def digest(data, about):
 
 
 def by_token(advantage, turns):
-    return [advantage[turn] if isinstance(advantage, list) else advantage for turn in turns]
+    return [advantage[turn] for turn in turns] if isinstance(advantage, list) else [advantage] * len(turns)
 
 
 def load_batch(path, rank=0, device="cpu", timeout_s=0, expected=None):
