@@ -243,8 +243,9 @@ def compute_advantages(groups, name, gamma=1.0):
         turns = member.get("turn_rewards") or last
         return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
 
-    scale = torch.tensor([m["reward"] for group in groups for m in group], dtype=torch.float64).std(correction=0).item()
-    function, scale, table = named(name, ADVANTAGES), scale + 1e-4 if name == "batch_std" else 1.0, []
+    rewards = torch.tensor([m["reward"] for group in groups for m in group], dtype=torch.float64)
+    scale = rewards.std(correction=0).item() + 1e-4 if name == "batch_std" else 1.0
+    function, table = named(name, ADVANTAGES), []
     for group in groups:
         by_turn = gamma < 1 or any(m.get("turn_rewards") for m in group)
         rows = [returns(m) if by_turn else [m["reward"]] for m in group]

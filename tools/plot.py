@@ -27,10 +27,11 @@ def plot(runs, out):
         metrics, evals = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
         steps = [m["version"] for m in metrics]
         axis = axes[0, 0]
-        for i, env in enumerate(sorted({e["env"] for e in evals})):  # one curve per environment
+        names = sorted({e["env"] for e in evals})
+        for i, env in enumerate(names):  # one curve per environment
             mine = [e for e in evals if e["env"] == env]
             name = next(name for name in ("exact", "correct", "reward/mean") if name in mine[0])
-            label = f"{run.name} {env if run.name != env else ''}: {name}"
+            label = f"{run.name}{f' {env}' if len(names) > 1 else ''}: {name}"
             axis.errorbar([e["step"] for e in mine], [e[name] for e in mine], yerr=[e["ci95"] for e in mine],
                           fmt="os^vD"[i % 5], linestyle=style, capsize=3, color=shade, label=label)  # fmt: skip
         axis.set_title("evaluation (95 % interval of the reward)")
@@ -77,7 +78,7 @@ def plot(runs, out):
         axis.set_xlabel("version")
         axis.grid(alpha=0.3)
     if axes[0, 0].has_data():
-        axes[0, 0].legend()
+        axes[0, 0].legend(framealpha=0.5)
     if len(runs) > 1:  # replays have no evaluation
         axes[1, 0].legend([run.name for run in runs])
     fig.savefig(tmp := out.with_suffix(f".{os.getpid()}.tmp"), dpi=90, format="png")

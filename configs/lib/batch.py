@@ -108,9 +108,9 @@ def replace_advantages(batch, compute_advantages, name, gamma):
     for s in batch.samples:
         groups.setdefault((s["env"], s["group"]), {})[s["rollout"]] = s  # of a fork: any
     table = compute_advantages([list(group.values()) for group in groups.values()], name, gamma)
-    new = {(*key, i): a for (key, group), row in zip(groups.items(), table) for i, a in zip(group, row)}
+    new = {key: dict(zip(group, row)) for (key, group), row in zip(groups.items(), table)}
     turns = [x.tolist() for x in batch.turns.split(batch.sample_lens.tolist())]
-    adv = [by_token(new[s["env"], s["group"], s["rollout"]], t) for s, t in zip(batch.samples, turns)]
+    adv = [by_token(new[s["env"], s["group"]][s["rollout"]], t) for s, t in zip(batch.samples, turns)]
     return batch._replace(advantages=torch.tensor(sum(adv, [])).float())
 
 

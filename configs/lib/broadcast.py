@@ -98,59 +98,79 @@ class WeightSender:
     def send(self, version, tensors, rows, logp_N, staleness):
         """Broadcast, verify, resume, compare the canary's logprobs, write the version file -> metrics.
 
-        Any failure raises; a server that got a byte by then dies or stays paused, it never samples from a mixture."""
-        t, servers, adapter = self.cfg.trainer, self.servers, self.cfg.sends_adapters
+        tensors: {checkpoint name: contiguous tensor}; rows: token ids; logp_N: floats, the trainer's own for the rows;
+        staleness: adapters of this many versions before stay loaded. Any failure raises; a server that got a byte by
+        then dies or stays paused, it never samples from a mixture."""
+        servers, adapter = self.servers, self.cfg.sends_adapters
         name = f"{servers.run_id}-v{version}" if adapter else servers.run_id
+        path = self.run_dir.absolute() / "adapters" / name
         spec = {"version": version, "backend": self.backend}
         spec["tensors"] = [(k, list(v.shape), str(v.dtype)[6:]) for k, v in tensors.items()]
-        path = self.run_dir.absolute() / "adapters"
-        spec["adapter"] = [str(path / name), t._asdict(), self.cfg.run.model] if adapter else None
+        spec["adapter"] = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if adapter else None
         if missing := sorted(self.names - set(tensors)):
             raise RunError(3, f"sync of version {version}: the trainer gathered no {missing[:3]}")
         refuse_non_finite(tensors, f"sync of version {version}")
-        is_first, self.names = not self.names, set(tensors)
-        hold = self.run_dir / "eval_hold"  # until when an evaluation wants the present weights; 0: none is under way
-        until = lambda: float(hold.read_text() or 0) if hold.exists() else 0.0  # noqa: E731
-        while not adapter and time.time() < until():
+        while not adapter and time.time() < self.held_until():
             time.sleep(0.02)
         if not adapter:
             servers.post_all("/pause?mode=keep")
         replies = servers.rpc("receive_weights", [spec] * len(servers.urls))
-        mine, limit, works = {}, timedelta(seconds=t.sync_timeout_s), []
+        sums = self.broadcast(version, tensors, replies)
+        for got in (worker for reply in replies for worker in reply.result()):
+            refuse_other(got, sums, version)
+        self.names = set(tensors)
+        if adapter:
+            self.load_adapter(version, name, path, staleness)
+        else:
+            servers.post_all("/resume")
+        metrics = self.compare(version, name, rows, logp_N)
+        if version >= 0:  # the pre-flight's -1 is not for use
+            (tmp := self.run_dir / "version.tmp").write_text(str(version))
+            os.replace(tmp, self.run_dir / "version")
+        return metrics
+
+    def held_until(self):
+        """Until when an evaluation wants the present weights; 0: none is under way."""
+        hold = self.run_dir / "eval_hold"
+        return float(hold.read_text() or 0) if hold.exists() else 0.0
+
+    def broadcast(self, version, tensors, replies):
+        """-> {name: checksum}. A bucket travels while its sums are taken and the next one is put together."""
+        sums, limit, before = {}, timedelta(seconds=self.cfg.trainer.sync_timeout_s), None
         try:
             fault("bcast", version)
             for names in buckets({k: v.nbytes for k, v in tensors.items()}, self.backend):
                 parts = [tensors[k].reshape(-1).view(torch.uint8).to(self.device) for k in names]
                 flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-                for work, _ in works:  # the last one travelled meanwhile
-                    work.wait(limit)
-                works = [(self.group.broadcast(flat, 0), flat)]  # flat lives until it is through
-                mine |= dict(zip(names, map(checksum, flat.split([tensors[k].nbytes for k in names]))))
-            works[0][0].wait(limit)
+                if before:
+                    before[0].wait(limit)
+                before = self.group.broadcast(flat, 0), flat  # flat lives until it is through
+                sums |= dict(zip(names, map(checksum, flat.split([tensors[k].nbytes for k in names]))))
+            before[0].wait(limit)
         except RuntimeError as e:  # a peer is gone or silent; if it said why, that is told
             said = "; ".join([str(e), *(str(error) for reply in replies if (error := reply.exception()))])
-            which = f"{'first ' * is_first}broadcast over {self.backend}, of version {version}"
-            raise RunError(3, f"{which}: {said}") from e
-        for got in (worker for reply in replies for worker in reply.result()):
-            refuse_other(got, mine, version)
-        if adapter:
-            servers.post_all(
-                "/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(path / name), "load_inplace": True}
-            )
-            self.loaded.append((version, name))
-            while self.loaded[0][0] < max(version - staleness - 1, 0) and not until():  # no request can still name it
-                servers.post_all("/v1/unload_lora_adapter", {"lora_name": self.loaded[0][1]})
-                shutil.rmtree(path / self.loaded.pop(0)[1])
-        else:
-            servers.post_all("/resume")
-        diffs = [abs(a - b) for theirs in servers.score(name, rows) for a, b in zip(theirs, logp_N, strict=True)]
+            what = f"{'' if self.names else 'first '}broadcast over {self.backend}, of version {version}"
+            raise RunError(3, f"{what}: {said}") from e
+        return sums
+
+    def load_adapter(self, version, name, path, staleness):
+        """Makes the servers load what a worker has written; unloads what no request can name any more."""
+        about = {"lora_name": name, "lora_path": str(path), "load_inplace": True}
+        self.servers.post_all("/v1/load_lora_adapter", about)
+        self.loaded.append((version, name))
+        while self.loaded[0][0] < max(version - staleness - 1, 0) and not self.held_until():
+            old = self.loaded.pop(0)[1]
+            self.servers.post_all("/v1/unload_lora_adapter", {"lora_name": old})
+            shutil.rmtree(path.with_name(old))
+
+    def compare(self, version, name, rows, logp_N):
+        """The canary's logprobs, the servers' and the trainer's -> metrics, in nats. RunError 3 if they differ."""
+        t, scores = self.cfg.trainer, self.servers.score(name, rows)
+        diffs = [abs(a - b) for theirs in scores for a, b in zip(theirs, logp_N, strict=True)]
         metrics = {"sync/dlogp_max": max(diffs), "sync/dlogp_mean": sum(diffs) / len(diffs)}
         value, limit = (max(diffs), 1e-3) if t.dtype == "fp32" else (metrics["sync/dlogp_mean"], 0.05)
         if not value <= (t.max_sync_dlogp or limit):
             raise RunError(3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
-        if version >= 0:  # the pre-flight's -1 is not for use
-            (tmp := self.run_dir / "version.tmp").write_text(str(version))
-            os.replace(tmp, self.run_dir / "version")
         return metrics
 
 

@@ -157,46 +157,34 @@ def check(cfg):
     periods = {k: v for k, v in o.curriculum.items() if not is_period(v)}
     biased = s.top_p < 1 or s.top_k or s.min_p or s.repetition_penalty != 1
     rules = [
-        (
-            clash,
-            f"inference.args.{clash}: set by launch.sh; see inference.gpus and port, max_seq_len, trainer.dtype, seed",
-        ),
+        (clash,
+         f"inference.args.{clash}: set by launch.sh; see inference.gpus and port, max_seq_len, trainer.dtype, seed"),
         (inf.gpus % tp, f"inference.gpus = {inf.gpus} is no multiple of inference.args.tensor_parallel_size = {tp}"),
         (remote and not inf.allow_remote, f"inference.urls or sync_host: {remote} needs inference.allow_remote = true"),
-        (
-            set(t.shadow_losses) - {"cispo", "grpo", "dr_grpo", "dppo", "icepop", "gspo"},
-            f"trainer.shadow_losses = {t.shadow_losses}: only the built-in losses that clip",
-        ),
+        (set(t.shadow_losses) - {"cispo", "grpo", "dr_grpo", "dppo", "icepop", "gspo"},
+         f"trainer.shadow_losses = {t.shadow_losses}: only the built-in losses that clip"),
         (g < 2, f"orchestrator.rollouts_per_example = {g}: a group needs at least 2 for its baseline"),
         (o.batch_size % g, f"orchestrator.batch_size = {o.batch_size} is no multiple of rollouts_per_example = {g}"),
         (o.max_concurrent < g, f"orchestrator.max_concurrent = {o.max_concurrent} is below rollouts_per_example = {g}"),
-        (
-            s.max_tokens >= run.max_seq_len,
-            f"orchestrator.sampling.max_tokens = {s.max_tokens} leaves no prompt in max_seq_len = {run.max_seq_len}",
-        ),
-        (
-            o.max_prompt_len >= run.max_seq_len,
-            f"orchestrator.max_prompt_len = {o.max_prompt_len} leaves no answer in max_seq_len = {run.max_seq_len}",
-        ),
-        (
-            biased and not s.allow_biased_sampling,
-            "orchestrator.sampling: top_p, top_k, min_p and repetition_penalty change the distribution, so the "
-            "importance ratio is biased; allow_biased_sampling = true trains all the same",
-        ),
+        (s.max_tokens >= run.max_seq_len,
+         f"orchestrator.sampling.max_tokens = {s.max_tokens} leaves no prompt in max_seq_len = {run.max_seq_len}"),
+        (o.max_prompt_len >= run.max_seq_len,
+         f"orchestrator.max_prompt_len = {o.max_prompt_len} leaves no answer in max_seq_len = {run.max_seq_len}"),
+        (biased and not s.allow_biased_sampling,
+         "orchestrator.sampling: top_p, top_k, min_p and repetition_penalty change the distribution, so the "
+         "importance ratio is biased; allow_biased_sampling = true trains all the same"),
         (missing, f"env.id = {missing}: no such module beside {cfg.path} and none that Python can import"),
         (len(set(names)) < len(names), f"[[env]]: {names} must differ, give each table a name"),
         (periods, f"orchestrator.curriculum = {periods}: must be {{ difficulty = [first step, step after the last] }}"),
         (o.oversampling_factor < 1, f"orchestrator.oversampling_factor = {o.oversampling_factor} must be at least 1"),
         (t.ref_sync_steps and not t.beta, "trainer.ref_sync_steps needs trainer.beta > 0: there is no reference"),
         (t.use_lora and not t.lora_target_modules, "trainer.lora_target_modules is empty"),
-        (
-            cfg.sends_adapters and t.lora_rank > 512,
-            f"trainer.lora_rank = {t.lora_rank}: vLLM's adapters have at most 512",
-        ),
+        (cfg.sends_adapters and t.lora_rank > 512,
+         f"trainer.lora_rank = {t.lora_rank}: vLLM's adapters have at most 512"),
         (t.lora_dropout == 1, "trainer.lora_dropout = 1.0 drops everything"),
         (run.chat_template and not Path(run.chat_template).is_file(), f"chat_template: no file {run.chat_template!r}"),
         ("/" in run.run_name, f"run_name = {run.run_name!r} must be a plain name; output_dir has the directory"),
-    ]
+    ]  # fmt: skip
     for broken, message in rules:
         if broken:
             raise RunError(2, message)
