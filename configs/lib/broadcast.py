@@ -87,9 +87,9 @@ class WeightSender:
         spec["size"] = 1 + workers * len(self.servers.urls)
         joining = self.servers.rpc("join_weight_group", [spec | {"first": i} for i in range(1, spec["size"], workers)])
         made = self.servers.pool.submit(make_group, self.store, 0, spec)
-        for call in wait([made, *joining], return_when=FIRST_EXCEPTION).done:
+        for call in wait([made, *joining], timeout=2 * t.sync_timeout_s, return_when=FIRST_EXCEPTION).done:
             call.result()  # what a server answered, before the group's own time is up
-        self.group = made.result()
+        self.group = made.result(timeout=0)
         self.pages = self.servers.metrics()  # counters of a server that was there before begin somewhere
         for about in (worker for reply in joining for worker in reply.result()):
             if about != (mine := {"dtype": DTYPES[t.dtype], "lora": cfg.sends_adapters}):
