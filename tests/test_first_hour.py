@@ -696,21 +696,34 @@ def test_two_nodes_and_two_servers(models, tmp_path):
             stop(server)
 
 
-@pytest.mark.slow
-def test_devices_are_shared_out(models, tmp_path):
-    """Four GPUs, by a stand-in for nvidia-smi: the first for servers, the next for ranks; too few are refused."""
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+@pytest.fixture
+def four_gpus(models, tmp_path):
+    """-> a configuration, variables for launch(): a stand-in for nvidia-smi."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: some; done\n")
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     more = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "KIND": "cpu", "CUDA_VISIBLE_DEVICES": "7,5,3,1"}
+    return write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }'), more
+
+
+def test_too_few_devices_are_refused(four_gpus):
+    toml, more = four_gpus
     done = launch(toml, "inference.gpus=5", check=False, **more)
     assert done.returncode == 2 and "inference.gpus = 5 and trainer.gpus = 1, but there are 4 GPUs" in done.stderr
-    done = launch(toml, "inference.gpus=2", "preflight=false", **more)
-    logs = {name: (tmp_path / "run" / "logs" / f"{name}.log").read_text() for name in ("inference", "inference1")}
-    logs["trainer"] = (tmp_path / "run" / "logs" / "trainer.log").read_text()
-    found = {name: re.findall(r"CUDA_VISIBLE_DEVICES=(\S*)", text)[-1] for name, text in logs.items()}
-    assert found == {"inference": "7", "inference1": "5", "trainer": "3"} and "the trainer share" not in done.stdout
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_devices_are_shared_out(four_gpus, tmp_path):
+    """The first for servers, the next for ranks; where there are too few for both, the same."""
+    toml, more = four_gpus
+    for gpus, ranks, expected in ((2, 1, ["7", "5", "3"]), (4, 1, ["7", "5", "7"])):
+        name = f"{gpus}-{ranks}"
+        sizes = [f"inference.gpus={gpus}", f"trainer.gpus={ranks}", "preflight=false", f"run_name={name}"]
+        done = launch(toml, *sizes, **more)
+        logs = [(tmp_path / name / "logs" / f"{x}.log").read_text() for x in ("inference", "inference1", "trainer")]
+        assert [re.findall(r"CUDA_VISIBLE_DEVICES=(\S*)", text)[-1] for text in logs] == expected
+        assert ("[launch] vLLM and the trainer share 4 GPU(s)" in done.stdout) == (gpus == 4)
 
 
 @pytest.mark.long
