@@ -185,6 +185,16 @@ def test_what_is_resolved_is_toml_again(tmp_path):
     assert tomllib.loads(toml_table("env", table))["env"]["args"] == args
 
 
+def test_prepare_makes_the_tomls_model_and_no_other(tmp_path, capsys):
+    from configs.lib.for_launch import main
+
+    path = tmp_path / "run.toml"
+    path.write_text(f'model = "here"\nprepare = "make.py"\noutput_dir = "{tmp_path}"\n[env]\nid = "reverse_text"\n')
+    for more, made in (([], "make.py"), (["model=Qwen/Qwen3-0.6B"], "''")):
+        main([str(tmp_path), str(path), *more])
+        assert f"\nPREPARE={made}\n" in capsys.readouterr().out
+
+
 PRIME_RL = """
 inference_gpu_ids = [0]
 trainer_gpu_ids = [1]

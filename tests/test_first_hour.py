@@ -416,6 +416,12 @@ def test_the_console(small_run):
     assert "check: PASS a micro-batch of" in shown and "gain" in shown
 
 
+def test_a_local_model_leaves_the_rows_online(small_run):
+    for role, is_offline in {"inference": True, "trainer": True, "orchestrator": False}.items():
+        begun = (small_run[0] / "logs" / f"{role}.log").read_text().splitlines()[0]
+        assert begun.startswith("=== ") and ("HF_HUB_OFFLINE=1" in begun) == is_offline
+
+
 def test_the_readme_quotes_what_is_printed(small_run, capsys):
     """Its sample of check: lines, numbers aside, and the beginnings of its table."""
     preflight.check_baseline("reverse_text", [[rollout(0.0), rollout(1.0)]])
