@@ -135,6 +135,11 @@ while :; do
     for name in $(printf '%s\n' "${!PID[@]}" | sort); do # inference first: others fail for want of it
         is_dead "${PID[$name]}" || continue
         wait "${PID[$name]}"; code=$?
+        for _ in {1..10}; do # a server whose broadcast broke off ends itself with 3; was the trainer killed, torchrun is about to end
+            [[ $name$code = inference*3 ]] && ! grep -qs '"role"' "$ROLEMODEL_EXIT_FILE" || break
+            if is_dead "${PID[trainer]}"; then wait "${PID[trainer]}" || { code=$? name=trainer; }; break; fi
+            sleep 0.5
+        done
         [ $code = 0 ] && [[ $name != inference* ]] && [ "$(reached)" -ge "$STEPS" ] || dead "$name" $code
         ended+=" $name"
     done
