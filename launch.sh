@@ -2,8 +2,8 @@
 # bash launch.sh config.toml [table.key=value ...] [--check]     --check: the pre-flight alone
 # Sets up .venv once, then runs vLLM server(s), orchestrator.py and torchrun trainer.py until all is done or one fails.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage, 130/143.
-# Environment: SERVER="python tests/fake_vllm.py" replaces vLLM; PYTHON names the interpreter that makes .venv;
-# MAX_RESTARTS=N reruns up to N times where a role died or hung, while each attempt gets further than those before;
+# Environment: SERVER="python tests/fake_vllm.py" replaces vLLM; PYTHON names the interpreter that makes .venv, KIND=gpu
+# (or cpu) what goes into it; MAX_RESTARTS=N reruns where a role died or hung, while each attempt gets further than before;
 # TMUX=1 opens a pane per role; NNODES=N MASTER_ADDR=... MASTER_PORT=... the trainer on N machines (README, "Devices").
 set -u
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
