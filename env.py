@@ -7,24 +7,30 @@
         return SingleTurnEnv(dataset=rows, eval_dataset=rows[:1], rubric=Rubric([correct]))
 
 A rollout is a dict, the state: prompt, completion (messages), answer, info, task, tools, turn, step, and what you add.
+Parsers, judges and a sandbox to import: configs/parsers.py, judge.py, sandbox.py.
 """
 
 import asyncio
 import copy
 import functools
 import importlib
-import importlib.util
 import inspect
+import json
+import math
+import numbers
+import re
 import sys
+from pathlib import Path
 
-from configs.lib.data import finite, load_rows, run_tool, score_texts, tool_schema
-from configs.lib.judge import Judge
-from configs.lib.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer  # noqa: F401  for tasks to import
-from configs.lib.runtime import find_module
+import pydantic
 
 
 class Truncated(Exception):
     """generate() raises it where max_seq_len leaves no token for another turn; the rollout ends and is scored."""
+
+
+class DataError(ValueError):
+    code = 4  # the run's exit code
 
 
 @functools.cache
@@ -43,9 +49,67 @@ async def call(function, **have):
     return await value if inspect.isawaitable(value) else value
 
 
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def load_rows(source, name="dataset"):
+    """A list of dicts, a JSON Lines file, a Hugging Face dataset, or a function that makes one.
+
+    -> list of dicts with question (text) or prompt (messages; text for base models), and maybe answer, info (a dict,
+    also as JSON text), difficulty, task. Raises DataError that names the first bad row or line."""
+    source = source() if callable(source) else source
+    rows = read_json_lines(Path(source), name) if isinstance(source, str | Path) else list(source)
+    if not rows:
+        raise DataError(f"{name} is empty")
+    for i, row in enumerate(rows):
+        try:
+            rows[i] = check_row(row)
+        except ValueError as e:
+            raise DataError(f"{name}[{i}] {e}: {str(row)[:200]}") from None
+    return rows
+
+
+def read_json_lines(path, name):
+    if not path.is_file():
+        raise DataError(f"{name}: no file {path}")
+    rows = []
+    for i, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")):
+        try:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as e:
+            raise DataError(f"{name}: line {i + 1} of {path} is no JSON: {e}") from None
+    return rows
+
+
+def check_row(row):
+    """-> the row, its info as a dict; ValueError says what is wrong with it."""
+    if not isinstance(row, dict):
+        raise ValueError("is no dict")
+    prompt, info = row.get("prompt") or row.get("question"), row.get("info")
+    if not prompt:
+        raise ValueError("has neither 'prompt' nor 'question'")
+    is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+    if not isinstance(prompt, str) and not (is_messages and row.get("prompt")):
+        raise ValueError("has a question that is no text, or a prompt that is neither text nor messages with roles")
+    info = json.loads(info) if isinstance(info, str) else info
+    if info is not None and not isinstance(info, dict):
+        raise ValueError("has an 'info' that is no dict")
+    return row | ({} if info is None else {"info": info})
+
+
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
+
+
+def finite(func, value, num):
+    """The value as float or list of `num` floats; raises on anything else. Above 1e6 gradients overflow: scale it."""
+    values = value if isinstance(value, list) else [value]
+    if not all(isinstance(v, numbers.Real) and math.isfinite(v) and abs(v) <= 1e6 for v in values):
+        raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, no finite number within 1e6")
+    if isinstance(value, list) and num is not None and len(value) != num:
+        raise ValueError(f"reward function {func.__name__} returned {len(value)} numbers for {num}")
+    return [float(v) for v in value] if isinstance(value, list) else float(value)
 
 
 class Rubric:
@@ -109,23 +173,16 @@ def RubricGroup(rubrics):
     return functools.reduce(Rubric.__add__, rubrics, Rubric())
 
 
-def JudgeRubric(weight=1.0, name="judge", **kwargs):
-    """A rubric of one function, the judge's mean score; kwargs are Judge's (configs/lib/judge.py)."""
-    judge = functools.partial(Judge(**kwargs).judge)
-    judge.__name__ = name  # in metrics; two judges need two
-    return Rubric([judge], [weight])
-
-
 # --- environments -----------------------------------------------------------------------------------------------------
 
 
 class SingleTurnEnv:
-    """One prompt, one answer. Rows: configs/lib/data.py; ValueError names the first bad one."""
+    """One prompt, one answer. Rows: load_rows; DataError names the first bad one."""
 
     def __init__(self, dataset, eval_dataset=None, system_prompt="", few_shot=(), rubric=None, parser=None):
         self.dataset = load_rows(dataset)
         self.eval_dataset = None if eval_dataset is None else load_rows(eval_dataset, "eval_dataset")
-        self.rubric, self.parser, self.tools = rubric or Rubric(), parser or Parser(), None
+        self.rubric, self.parser, self.tools = rubric or Rubric(), parser, None
         self.head = [{"role": "system", "content": system_prompt}] * bool(system_prompt) + list(few_shot)
 
     def start(self, row):
@@ -141,10 +198,9 @@ class SingleTurnEnv:
         state["completion"].append(await generate(state["prompt"]))
         state["turn"] += 1
 
-    def score(self, prompts, completions, **columns):
-        """Rewards without a server, e.g. as a reward function of another trainer: texts or messages -> [float, or None
-        where unscored]. columns: answer=[...], info=[...]; without, those of the row with this prompt."""
-        return asyncio.run(score_texts(self, prompts, completions, columns))
+    def add_columns(self, state, samples):
+        """HACK HERE, sync or async: columns of numbers, one per token, beside tokens, mask, old_logp and turn of each
+        sample of the rollout, e.g. sample["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
 
 
 class MultiTurnEnv(SingleTurnEnv):
@@ -198,16 +254,45 @@ class ToolEnv(MultiTurnEnv):
     async def env_response(self, messages, state):
         if not messages[-1].get("tool_calls"):  # the server's parser could not read it, and left it in the content
             return [{"role": "user", "content": "error: the tool call is no valid JSON with a name and arguments"}]
-        return [await run_tool(self.functions, c, state, self.max_output) for c in messages[-1]["tool_calls"]]
+        return [await self.run_tool(request, state) for request in messages[-1]["tool_calls"]]
+
+    async def run_tool(self, request, state):
+        """request: the policy's call, as vLLM parsed it -> the tool's message. What goes wrong becomes its text."""
+        try:
+            name, given = request["function"]["name"], json.loads(request["function"]["arguments"] or "{}")
+            if name not in self.functions:
+                raise ValueError(f"there is no tool {name!r}, only {', '.join(self.functions)}")
+            own = {"state": state} if "state" in parameters(self.functions[name]) else {}
+            result = await asyncio.to_thread(checked(self.functions[name]), **given, **own)
+            text = str(await result if inspect.isawaitable(result) else result)
+        except pydantic.ValidationError as e:
+            text = "error: " + "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in e.errors())
+        except Exception as e:
+            text = f"error: {type(e).__name__}: {e}"
+        text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
+        rest = f"\n[cut at {self.max_output} characters]" if len(text) > self.max_output else ""
+        return {"role": "tool", "tool_call_id": request.get("id", ""), "content": text[: self.max_output] + rest}
 
 
-def load_environment(id, args, beside):
+checked = functools.cache(pydantic.validate_call)  # a function that compares arguments with its signature
+
+
+def tool_schema(function):
+    """OpenAI's schema of a function, from its signature and docstring ("name: text" or "name (type): text" lines)."""
+    doc, schema = inspect.getdoc(function) or "", pydantic.TypeAdapter(function).json_schema()
+    fields = {name: field for name, field in schema["properties"].items() if name != "state"}
+    for name, field in fields.items():
+        field.pop("title", None)
+        found = re.search(rf"^\s*{name}(?: \([^)]*\))?: *(.+)$", doc, re.MULTILINE)
+        field |= {"description": found[1]} if found else {}
+    schema |= {"properties": fields, "required": [name for name in schema.get("required", []) if name in fields]}
+    about = {"name": function.__name__, "description": re.split(r"\n\s*Args:", doc)[0].strip(), "parameters": schema}
+    return {"type": "function", "function": about}
+
+
+def load_environment(id, args, beside="."):
     """load_environment(**args) of the module ("org/my-env": my_env) beside the TOML, importable, or in configs/."""
-    name, file, _ = find_module(id, beside)
-    if file and name not in sys.modules:
-        sys.path.append(str(file.parent))  # a task may import its neighbours
-        spec = importlib.util.spec_from_file_location(name, file)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+    name = id.rsplit("/", 1)[-1].replace("-", "_")
+    sys.path[:] = [str(Path(beside).resolve()), *sys.path, str(Path(__file__).resolve().parent / "configs")]
     env = importlib.import_module(name).load_environment(**args)
     return env if isinstance(env, SingleTurnEnv) else importlib.import_module("configs.verifiers_env").wrap(env)

@@ -1,4 +1,4 @@
-"""trainer.py owns the policy: packs batches, computes losses, steps AdamW, broadcasts weights to vLLM.
+"""trainer.py owns the policy: log-probabilities, advantages, losses, AdamW, checkpoints, and weights to vLLM.
 
     env.py --rows, rewards--> orchestrator.py --batches/step_N.safetensors--> trainer.py (torchrun, FSDP2)
                                ^   | messages                                     |
@@ -7,39 +7,50 @@
                                ^                                                  |
                                +--------- version file: "policy N is live" -------+
 
-    torchrun --nproc-per-node 2 trainer.py config.toml                                # launch.sh does this
-    torchrun trainer.py config.toml --replay outputs/run/batches trainer.loss=grpo    # saved batches, no server
+    torchrun --nproc-per-node 2 trainer.py config.toml                              # launch.sh does this
+    python trainer.py config.toml --replay outputs/run/batches trainer.loss=grpo    # saved batches, no server, one rank
 
-Shapes: N loss tokens, T packed tokens, S samples, G rollouts of a group, D hidden, V vocabulary.
+The algorithm is GRPO's: a reward minus the mean of its group weighs the log-probability of each token that earned it.
+Left out of it: the division by the group's deviation, the KL to a reference (trainer.advantage and trainer.beta bring
+them back), and PPO's clip: the default loss, CISPO, caps the importance weight, so no token loses its gradient.
+
+Shapes: N loss tokens, B rows, W places in a row, T tokens of a batch, G rollouts of a group, D hidden, V vocabulary.
 logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); ref_logp: the KL reference.
 """
 
-import importlib
+import json
 import math
+import os
+import resource
+import shutil
+import socket
 import time
-from collections import Counter
+import traceback
+import zlib
+from collections import Counter, namedtuple
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from datetime import timedelta
 from itertools import accumulate, zip_longest
+from pathlib import Path
+from threading import Timer
 
+import httpx
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from configs.lib.attention import Packing, packed_attention
-from configs.lib.batch import load_batch, replace_advantages, save_logp
-from configs.lib.broadcast import WeightSender
-from configs.lib.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint, write_final
-from configs.lib.metrics import log_step, speed, where_time_goes
-from configs.lib.pack import canary, collate, pack
-from configs.lib.preflight import check_memory, check_sync
-from configs.lib.process import fault, run_role, start_distributed
-from configs.lib.runtime import RunError, arguments, cut_lines, identity, run_directory
-
-# --- model: LoRA, log-probabilities, FSDP2 ----------------------------------------------------------------------------
+import configs
+from configs import RunError, beat, fault, named, refuse_other
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# --- model: LoRA, log-probabilities, FSDP2 ----------------------------------------------------------------------------
 
 
 class LoRALinear(nn.Linear):
@@ -47,123 +58,101 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x):
         low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A)
-        return F.linear(x, self.weight, self.bias) + self.scale * F.linear(low, self.lora_B)
+        return F.linear(x, self.weight, self.bias) + F.linear(self.scale * low, self.lora_B)
 
 
-def add_lora(model, cfg):
+def add_lora(model, t):
     """Freezes the model; each linear layer whose name ends in a target gets fp32 factors A [r, in] and B [out, r]."""
     model.requires_grad_(False)
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    for target in cfg.lora_target_modules:
+    for target in t.lora_target_modules:
+        start = f"trainer.lora_target_modules: {target!r} "
         matched = [m for name, m in linear.items() if f".{name}".endswith(f".{target}")]
         if not matched:
             there = sorted({name.split(".")[-1] for name in linear})
-            raise RunError(2, f"trainer.lora_target_modules: {target!r} matches no linear layer; there are {there}")
+            raise RunError(2, f"{start}matches no linear layer; there are {there}")
         if any(m.weight is model.get_input_embeddings().weight for m in matched):
-            raise RunError(2, f"trainer.lora_target_modules: {target!r} is tied to the embedding: it cannot be merged")
+            raise RunError(2, f"{start}is tied to the embedding: it cannot be merged")
         for m in matched:
-            m.__class__, m.scale, m.dropout = LoRALinear, cfg.lora_alpha / cfg.lora_rank, cfg.lora_dropout
-            m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(cfg.lora_rank, m.in_features), a=math.sqrt(5)))
-            m.lora_B = nn.Parameter(torch.zeros(m.out_features, cfg.lora_rank))
-
-
-class TokenLogp(torch.autograd.Function):
-    """logits_NV, target_N -> logp_N of the targets, entropy_N. One node for both, which keeps the logits alone, where
-    autograd's own graph keeps four [N, V] tensors, those of an unused entropy until long after the backward."""
-
-    @staticmethod
-    def forward(ctx, logits_NV, target_N):
-        highest_N1 = logits_NV.amax(-1, keepdim=True)
-        below_NV = logits_NV - highest_N1
-        exp_NV = below_NV.exp()
-        sum_N = exp_NV.sum(-1)
-        entropy_N = sum_N.log() - exp_NV.mul_(below_NV).sum(-1) / sum_N
-        logp_N = below_NV.gather(-1, target_N[:, None])[:, 0] - sum_N.log()
-        ctx.save_for_backward(logits_NV, target_N, highest_N1, sum_N, entropy_N)
-        ctx.set_materialize_grads(False)
-        return logp_N, entropy_N
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dlogp_N, dentropy_N):
-        """d logp = onehot - p; d entropy = -p (log p + entropy), for a loss that has a use for it."""
-        logits_NV, target_N, highest_N1, sum_N, entropy_N = ctx.saved_tensors
-        log_p_NV = (logits_NV - highest_N1).sub_(sum_N.log()[:, None])
-        weight_NV = torch.zeros_like(sum_N)[:, None] if dlogp_N is None else -dlogp_N[:, None]
-        if dentropy_N is not None:
-            weight_NV = weight_NV - dentropy_N[:, None] * (log_p_NV + entropy_N[:, None])
-        grad_NV = log_p_NV.exp_().mul_(weight_NV)
-        if dlogp_N is not None:
-            grad_NV.scatter_add_(-1, target_N[:, None], dlogp_N[:, None])
-        return grad_NV, None
+            m.__class__, m.scale, m.dropout = LoRALinear, t.lora_alpha / t.lora_rank, t.lora_dropout
+            m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(t.lora_rank, m.in_features), a=math.sqrt(5)))
+            m.lora_B = nn.Parameter(torch.zeros(m.out_features, t.lora_rank))
 
 
 class Policy(nn.Module):
     """A Hugging Face causal LM that returns log-probabilities of given tokens. The head runs inside this forward, where
-    FSDP2 holds its weight; above CHUNK logits in parts, and again in backward: no full [N, V] tensor exists."""
+    FSDP2 holds its weight; in parts of CHUNK logits, and again in backward: no full [N, V] tensor exists."""
 
     CHUNK = 1 << 26  # 256 MiB in fp32, of which there are a few at a time
 
-    def __init__(self, model):
+    def __init__(self, model, device):
         super().__init__()
-        self.model, c = model, model.config.get_text_config()
+        self.model, self.device, c = model, device, model.config.get_text_config()
         self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
         self.softcap = getattr(c, "final_logit_softcapping", None)
+        self.ref = None  # with beta: the reference's values of the trained parameters
+        self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
 
     def head(self, hidden_ND, target_N, temperature_N):
-        """-> logp_N, entropy_N in nats, of fp32 logits over the temperature."""
-        logits_NV, by_N = self.model.get_output_embeddings()(hidden_ND).float(), self.scale / temperature_N
+        """-> logp_N and entropy_N, stacked, in nats, of fp32 logits over the temperature. One tensor: of two, of which
+        a loss uses one, backward would keep what it has recomputed for the other, of every chunk."""
+        head = self.model.get_output_embeddings()
+        logits_NV = head(hidden_ND.to(head.weight.dtype)).float() * self.scale  # some models' residuals are fp32
         if self.softcap:
-            logits_NV, by_N = torch.tanh(logits_NV * (self.scale / self.softcap)), self.softcap / temperature_N
-        return TokenLogp.apply(logits_NV * by_N[:, None], target_N)
+            logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
+        log_p_NV = (logits_NV / temperature_N[:, None]).log_softmax(-1)
+        return -torch.stack((F.nll_loss(log_p_NV, target_N, reduction="none"), (log_p_NV.exp() * log_p_NV).sum(-1)))
 
     def forward(self, micro):
-        """-> logp_N, entropy_N of the micro-batch's loss tokens; fp32, nats, at the sampling temperature."""
-        row = {"input_ids": micro["ids_T"][None], "position_ids": micro["position_T"][None], "use_cache": False}
-        hidden_TD = self.model.base_model(**row, packing=Packing(micro["lens"], micro["cu_lens"])).last_hidden_state[0]
-        parts = (hidden_TD[micro["index_N"]], micro["target_N"], micro["temperature_N"])
+        """-> logp_N, entropy_N of the micro-batch's loss tokens; fp32, nats, at the sampling temperature.
+
+        No attention mask: filler stands at the end of a row, where no causal model looks."""
+        hidden_BWD = self.model.base_model(input_ids=micro["ids_BW"], use_cache=False).last_hidden_state
+        parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
         size = max(1, self.CHUNK // self.model.config.get_text_config().vocab_size)
-        if len(parts[0]) <= size:
-            return self.head(*parts)
         chunks = zip(*(x.split(size) for x in parts))
         logp, entropy = zip(*(checkpoint(self.head, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)
 
 
-def build_policy(cfg, device, world):
+def build_policy(cfg):
     """Load, add LoRA, shard with FSDP2: a group per block, one for the rest. FSDP2 also casts fp32 masters down."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    t, offload = cfg.trainer, cfg.trainer.offload_optimizer and device.type == "cuda"
-    AttentionInterface.register("packed", packed_attention)
+    t, world, is_cuda = cfg.trainer, dist.get_world_size(), torch.cuda.is_available()
     torch.manual_seed(cfg.run.seed)  # every rank draws the same adapters
     dtype = DTYPES[t.dtype] if t.use_lora else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(cfg.run.model, dtype=dtype, attn_implementation="packed")
-    if not model._supports_attention_backend or getattr(model.config, "num_experts", 0):
-        raise RunError(2, f"model: {type(model).__name__} is no dense decoder on Transformers' AttentionInterface")
+    model = AutoModelForCausalLM.from_pretrained(cfg.run.model, dtype=dtype)
     if t.use_lora:
         add_lora(model, t)
     if t.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if t.compile:
-        for layer in model.base_model.layers:  # not the module: FSDP2's hooks stay outside of the graph
-            layer.forward = torch.compile(layer.forward, dynamic=True)
-    policy = Policy(model).train()  # on the CPU: fully_shard moves a block at a time
+    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
+    for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
+        block.forward = torch.compile(block.forward, dynamic=True)
+    policy = Policy(model, torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"))
     if world % t.replicas:
         raise RunError(2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
-    if world == 1 and t.dtype == "fp32" and not offload:
-        return policy.to(device)  # nothing to shard, nothing to cast
-    shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded within a node, copied across
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
-    how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
-    how["offload_policy"] = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for module in (*model.base_model.layers, policy):  # the root's own inputs hold temperatures: not to be rounded
-        precision = MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
-        fully_shard(module, mp_policy=precision, **how)
-        module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    return policy
+    if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
+        policy.to(policy.device)  # nothing to shard, nothing to cast
+    else:
+        shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded in a node, copied across
+        mesh = dist.init_device_mesh(policy.device.type, shape, mesh_dim_names=names)
+        how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
+        how["offload_policy"] = CPUOffloadPolicy() if t.offload_optimizer and is_cuda else OffloadPolicy()
+        for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
+            precision = MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
+            fully_shard(module, mp_policy=precision, **how)
+            module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    if t.beta:  # the reference is the policy as it starts; LoRA's starts at B = 0, the base model
+        policy.ref = [p.detach().clone() for p in trained(policy).values()]
+    return policy.train()
+
+
+def trained(policy):
+    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def local(tensor):
@@ -176,45 +165,87 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-# --- losses and advantages --------------------------------------------------------------------------------------------
+# --- a batch: from the orchestrator's file to rectangles --------------------------------------------------------------
 
-EPSILON = {"grpo": (0.2, 0.28), "dr_grpo": (0.2, 0.2), "gspo": (3e-4, 4e-4)}  # DAPO 2503.14476, 2503.20783, 2507.18071
+# columns: {name: [T]}, a value per token; fields: {name: [S]}, the numbers among `samples`, which is the metadata
+Batch = namedtuple("Batch", "columns fields lens samples info")
+SHAPES = {"cpu": (8, 128), "cuda": (64, 1024)}  # widths are multiples of; a pass costs as much as so many tokens
 
 
-def compute_loss(logp_N, old_logp_N, adv_N, mask_N, sample_N, entropy_N, ref_logp_N, cfg):
-    """HACK HERE: loss per token and values to log -> (loss_N, {metric: value_N}); "module:function" in trainer.loss
-    names another one. mask_N is False on filler, sample_N counts a token's sample from 0, ref_logp_N None without beta,
-    cfg the [trainer] table. The step divides the sum of loss_N by a count over all ranks and micro-batches (dr_grpo:
-    rollouts x max_tokens, gspo: samples, else loss tokens). Below, r = pi / pi_old, A the advantage, sg no gradient."""
-    log_r_N = (logp_N - old_logp_N).clamp(-20, 20)  # before exp: inf would meet zero advantages
-    r_N = log_r_N.exp()
-    low, high = EPSILON.get(cfg.loss, (0, 0))
-    low, high = 1 - (cfg.epsilon or low), 1 + (cfg.epsilon_high or high)
-    match cfg.loss:
-        case "cispo":  # -sg(min(r, cap)) A logp: capped weight, no token dropped (MiniMax-M1, 2506.13585)
-            out_N = r_N > cfg.ratio_cap
-            loss_N = -r_N.detach().clamp(max=cfg.ratio_cap) * adv_N * logp_N
-        case "grpo" | "dr_grpo":  # -min(min(r, delta) A, clip(r) A): PPO without a critic (2402.03300)
-            clipped_N = r_N.clamp(low, high) * adv_N
-            out_N = clipped_N < r_N * adv_N
-            loss_N = -torch.minimum(r_N.clamp(max=cfg.delta or math.inf) * adv_N, clipped_N)
-        case "dppo":  # -M r A + kl (log r)^2: M = 0 where the probability has moved far along A (2602.04879)
-            moved_N = (logp_N.exp() - old_logp_N.exp()).detach()
-            out_N = (adv_N * moved_N > 0) & (moved_N.abs() > cfg.dppo_mask)
-            loss_N = cfg.dppo_kl * log_r_N**2 - torch.where(out_N, 0, r_N * adv_N)
-        case "icepop":  # -sg(r) A logp for low <= r <= cap, else 0 (2510.18855)
-            out_N = (r_N < cfg.icepop_low) | (r_N > cfg.ratio_cap)
-            loss_N = -torch.where(out_N, 0, r_N.detach() * adv_N * logp_N)
-        case "gspo":  # s = exp(mean of log r over the sample): -min(s A, clip(s) A), over its tokens (2507.18071)
-            zero_S = torch.zeros_like(logp_N)  # long enough, and no wait for the GPU to know how long
-            len_N = zero_S.index_add(0, sample_N, mask_N.to(logp_N)).clamp(min=1)[sample_N]
-            s_N = (zero_S.index_add(0, sample_N, log_r_N * mask_N)[sample_N] / len_N).exp()
-            out_N = s_N.clamp(low, high) * adv_N < s_N * adv_N
-            loss_N = -torch.minimum(s_N * adv_N, s_N.clamp(low, high) * adv_N) / len_N
-        case "sft":  # cross-entropy on demonstrations
-            loss_N, out_N = -logp_N, torch.zeros_like(mask_N)
-    return loss_N, {"policy/clip_frac": out_N}
+def load_batch(path, cfg=None, step=None):
+    """Waits for the file, whose format is orchestrator.save_batch's, and reads it -> Batch. cfg and step, where it is
+    not a replay: this run's. Raises RunError for what must never be trained on: damaged, misaligned, not finite, too
+    old, of another run."""
+    while not path.exists():
+        time.sleep(0.01)
+    try:
+        columns, header = load(blob := path.read_bytes()), json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
+        about, crc = header["__metadata__"], 0
+        for part in (about["samples"].encode(), about["info"].encode(), *(columns[k].numpy() for k in sorted(columns))):
+            crc = zlib.crc32(part, crc)
+        assert crc == int(about["crc32"]), "its checksum is another"
+    except Exception as e:  # of safetensors, of JSON, or of the file system
+        raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
+    samples, info, lens = json.loads(about["samples"]), json.loads(about["info"]), columns.pop("lens").long()
+    ages, sizes = [s.get("age", 0) for s in samples], {name: len(column) for name, column in columns.items()}
+    old_logp_T = columns["old_logp"].nan_to_num(0) if info.get("offline") else columns["old_logp"]  # nan: unknown
+    if set(sizes.values()) != {int(lens.sum())} or len(lens) != len(samples):
+        raise RunError(4, f"{path}: columns of {sizes} tokens, {len(samples)} samples of {lens.sum()} tokens")
+    if not old_logp_T.isfinite().all() or columns["mask"][lens.cumsum(0) - lens].any():
+        raise RunError(4, f"{path}: old_logp is not finite, or a sample's first token is a loss token")
+    if cfg:
+        refuse_other(info["run"], cfg, path)
+    if cfg and (info["step"] != step or max(ages, default=0) > info["max_staleness"]):
+        raise RunError(4, f"{path} holds batch {info['step']}, {max(ages)} versions old")
+    names = {k for s in samples for k, v in s.items() if isinstance(v, int | float)}
+    fields = {k: torch.tensor([math.nan if s.get(k) is None else float(s[k]) for s in samples]) for k in names}
+    return Batch(columns, fields, lens, samples, info)
 
+
+def cut(lens, budget, ranks, multiple, overhead):
+    """Sample lengths -> rectangles: lists of indices, lengths ascending. A rank computes every ranks-th row of each, at
+    most `budget` tokens (or one row), so a pass costs all ranks alike.
+
+    Dynamic programming over the sorted lengths: the least area per rank, plus `overhead` tokens a pass. Widths are
+    rounded up to a multiple, for few shapes."""
+    order = np.argsort(lens, kind="stable")
+    widths = -(-np.asarray(lens)[order] // multiple) * multiple
+    best, start = np.zeros(len(lens) + 1), np.zeros(len(lens) + 1, dtype=int)
+    for end in range(1, len(lens) + 1):
+        width = widths[end - 1]
+        rows = np.arange(min(end, ranks * max(1, budget // width)), 0, -1)  # of a rectangle that ends here
+        cost = best[end - rows] + -(-rows // ranks) * width + overhead
+        best[end], start[end] = cost.min(), end - rows[cost.argmin()]
+    rectangles, end = [], len(lens)
+    while end:
+        rectangles.insert(0, order[start[end] : end].tolist())
+        end = start[end]
+    return rectangles
+
+
+def collate(batch, indices, device):
+    """Samples -> a right-padded rectangle and, at its N loss tokens, every column and field as <name>_N. Without a loss
+    token there is one filler with mask_N = False, so that every rank makes the same number of passes."""
+    index_B, tokens_T, multiple = torch.tensor(indices or [0]), batch.columns["tokens"], SHAPES[device.type][0]
+    lens_B = batch.lens[index_B] * bool(indices)
+    place_W = torch.arange(-(-max(2, int(lens_B.max())) // multiple) * multiple)
+    at_BW = (batch.lens.cumsum(0) - batch.lens)[index_B][:, None] + place_W
+    is_real_BW, at_BW = place_W < lens_B[:, None], at_BW.clamp(max=len(tokens_T) - 1)
+    is_loss_BW = batch.columns["mask"][at_BW] & is_real_BW
+    is_empty = not is_loss_BW.any()
+    is_loss_BW[0, 1] |= is_empty
+    row_N, place_N = is_loss_BW.nonzero(as_tuple=True)
+    at_N = at_BW[row_N, place_N]
+    micro = {"temperature_N": torch.ones(len(row_N))}
+    micro |= {f"{name}_N": column[at_N] for name, column in batch.columns.items()}
+    micro |= {f"{name}_N": field[index_B][row_N] for name, field in batch.fields.items()}
+    micro |= {"ids_BW": torch.where(is_real_BW, tokens_T[at_BW], 0).long(), "target_N": tokens_T[at_N].long()}
+    micro["index_N"] = row_N * len(place_W) + place_N - 1  # the place before each loss token, in the flat rectangle
+    micro |= {"at_N": at_N, "sample_N": row_N, "mask_N": torch.full_like(row_N, not is_empty, dtype=torch.bool)}
+    return {name: x.to(device, non_blocking=True) for name, x in micro.items()}
+
+
+# --- advantages and losses --------------------------------------------------------------------------------------------
 
 # HACK HERE: an advantage maps the rewards of one group to one number per rollout; `group` holds their metadata.
 ADVANTAGES = {
@@ -223,12 +254,6 @@ ADVANTAGES = {
     "batch_std": lambda r_G, group: r_G - r_G.mean(),  # and over the batch's std, below (LitePPO, 2508.08221)
     "leave_one_out": lambda r_G, group: (r_G - r_G.mean()) * len(r_G) / (len(r_G) - 1),  # RLOO, 2402.14740
 }
-
-
-def named(name, table):
-    """An entry of the table, or the function that "module:function" names."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute) if attribute else table[name]
 
 
 def compute_advantages(groups, name, gamma=1.0):
@@ -255,7 +280,162 @@ def compute_advantages(groups, name, gamma=1.0):
     return table
 
 
-# --- weights for the sampler; configs/lib/broadcast.py carries them ---------------------------------------------------
+def add_advantages(batch, t):
+    """-> the batch with a column adv: each token has its rollout's advantage, or its turn's; demonstrations have 1."""
+    groups, key = {}, lambda s: (s.get("env"), s.get("group"), s.get("rollout"))
+    for s in batch.samples:
+        groups.setdefault(key(s)[:2], {})[key(s)] = s  # of a fork: any
+    of_rollout = dict.fromkeys((key(s) for s in batch.samples), 1.0)
+    if t.loss != "sft":
+        table = compute_advantages([list(group.values()) for group in groups.values()], t.advantage, t.gamma)
+        of_rollout = {k: a for group, row in zip(groups.values(), table) for k, a in zip(group, row)}
+    parts = []
+    for s, turn_T in zip(batch.samples, batch.columns["turn"].split(batch.lens.tolist())):
+        adv = of_rollout[key(s)]
+        parts.append(torch.tensor(adv)[turn_T.long()] if isinstance(adv, list) else torch.full(turn_T.shape, adv))
+    adv_T = torch.cat(parts).float()
+    if not adv_T.isfinite().all():
+        raise RunError(4, f"trainer.advantage = {t.advantage!r}: not finite for {(~adv_T.isfinite()).sum()} tokens")
+    return batch._replace(columns=batch.columns | {"adv": adv_T})
+
+
+EPSILON = {"grpo": (0.2, 0.28), "dr_grpo": (0.2, 0.2)}  # DAPO 2503.14476; 2503.20783
+
+
+def compute_loss(micro, logp_N, entropy_N, cfg):
+    """HACK HERE: loss per token and values to log -> (loss_N, {metric: value_N}); "module:function" in trainer.loss
+    names another one (configs/losses.py has some). micro holds every column and field at the loss tokens: adv_N,
+    old_logp_N, reward_N, age_N, sample_N (the row), ..., mask_N (False on filler), and of the whole step, over all
+    ranks, the numbers tokens, samples, rollouts and max_tokens. cfg is the [trainer] table.
+
+    The step divides the sum of loss_N by `tokens`; a loss with another divisor multiplies by its share. So a bonus or
+    a KL is a token mean whatever the loss divides by. Below, r = pi / pi_old, A the advantage, sg no gradient."""
+    log_r_N = (logp_N - micro["old_logp_N"]).clamp(-20, 20)  # before exp: inf would meet zero advantages
+    r_N, adv_N = log_r_N.exp(), micro["adv_N"]
+    if cfg.loss == "sft":  # cross-entropy on demonstrations
+        loss_N, is_clipped_N = -logp_N, torch.zeros_like(micro["mask_N"])
+    elif cfg.loss == "cispo":  # -sg(min(r, cap)) A logp: capped weight, no token dropped (MiniMax-M1, 2506.13585)
+        is_clipped_N = r_N > cfg.ratio_cap
+        loss_N = -r_N.detach().clamp(max=cfg.ratio_cap) * adv_N * logp_N
+    else:  # -min(min(r, delta) A, clip(r) A): PPO without a critic (2402.03300)
+        low, high = EPSILON[cfg.loss]
+        clipped_N = r_N.clamp(1 - (cfg.epsilon or low), 1 + (cfg.epsilon_high or high)) * adv_N
+        is_clipped_N = clipped_N < r_N * adv_N
+        loss_N = -torch.minimum(r_N.clamp(max=cfg.delta or math.inf) * adv_N, clipped_N)
+    if cfg.loss == "dr_grpo":  # over a constant, not over the tokens there are: no bias by length
+        loss_N = loss_N * (micro["tokens"] / (micro["rollouts"] * micro["max_tokens"]))
+    return loss_N, {"policy/clip_frac": is_clipped_N}
+
+
+@torch.no_grad()
+def add_columns(policy, micros, cfg):
+    """HACK HERE: columns that need a pass, or all of a step's micro-batches, before the first update -> micros. The KL
+    reference is one, without dropout."""
+    if policy.ref:
+        swap(policy)
+        micros = [micro | {"ref_logp_N": policy.eval()(micro)[0]} for micro in micros]
+        swap(policy.train())
+    return micros
+
+
+def swap(policy):
+    """Exchanges trained and reference parameters in place: the policy module then computes the reference."""
+    if policy.device.type == "cuda":  # with offload copies to the GPU may still read them
+        torch.cuda.synchronize()
+    for p, r in zip(trained(policy).values(), policy.ref):
+        kept = local(p.data).clone()
+        local(p.data).copy_(local(r)), local(r).copy_(kept)
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def learning_rate(step, t, total):
+    """Linear warm-up, then constant or a linear or cosine decay to 0 after `total` steps."""
+    warmup = 0 if t.lr_scheduler_type == "constant" else max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
+    left = (total - step) / max(total - warmup, 1)
+    decay = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}.get(t.lr_scheduler_type, 1.0)
+    return t.learning_rate * ((step + 1) / (warmup + 1) if step < warmup else decay)
+
+
+def make_optimizer(policy, t):
+    """AdamW, or what trainer.optimizer names: a function of the parameters and the [trainer] table."""
+    params, betas = list(trained(policy).values()), (0.9, t.adam_beta2)
+    if t.optimizer:
+        return named(t.optimizer, {})(params, t)
+    return torch.optim.AdamW(params, t.learning_rate, betas, weight_decay=t.weight_decay, fused=True)
+
+
+def make_micros(policy, batch, cfg):
+    """-> this rank's micro-batches, as many as every other rank has."""
+    rank, world, lens = dist.get_rank(), dist.get_world_size(), batch.lens.tolist()
+    rectangles = cut(lens, cfg.trainer.micro_batch_size * cfg.run.max_seq_len, world, *SHAPES[policy.device.type])
+    num_samples = sum(bool(mask.any()) for mask in batch.columns["mask"].split(lens))
+    counts = {"tokens": max(int(batch.columns["mask"].sum()), 1), "samples": max(num_samples, 1)}
+    counts |= {key: batch.info.get(key, 0) for key in ("rollouts", "max_tokens")}
+    return [collate(batch, indices[rank::world], policy.device) | counts for indices in rectangles]
+
+
+def train_step(policy, optimizer, batch, step, cfg):
+    """updates_per_batch optimizer steps on one batch -> metrics, and logp_T before them (0 where nothing is trained). A
+    non-finite gradient changes nothing, on any rank."""
+    t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
+    loss_function, params = named(t.loss, {t.loss: compute_loss}), list(trained(policy).values())
+    optimizer.param_groups[0]["lr"] = lr = learning_rate(step, t, cfg.run.max_steps)
+    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
+    logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
+    # 1. Rectangles, and what must be known before the first update. Dropout is a function of seed, step and rank.
+    torch.manual_seed((cfg.run.seed << 32) + step * dist.get_world_size() + dist.get_rank())
+    micros = add_columns(policy, make_micros(policy, add_advantages(batch, t), cfg), cfg)
+    for update in range(t.updates_per_batch):
+        for micro in micros:
+            # 2. Log-probabilities of the loss tokens.
+            beat()
+            fault("fwd", step)
+            logp_N, entropy_N = policy(micro)
+            fault("bwd", step)
+            old_logp_N = micro["old_logp_N"]  # nan: text of unknown origin, whose ratio is 1 at first
+            micro["old_logp_N"] = torch.where(old_logp_N.isnan(), logp_N.detach(), old_logp_N)
+            # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
+            loss_N, logs = loss_function(micro, logp_N, entropy_N, t)
+            if policy.ref:  # KL(policy || reference) as k3 (joschu.net/blog/kl-approx.html)
+                log_r_N = micro["ref_logp_N"] - logp_N
+                logs["policy/kl_ref"] = log_r_N.exp() - log_r_N - 1
+                loss_N = loss_N + t.beta * logs["policy/kl_ref"]
+            if t.replicas > 1:  # these exchange gradients once, after the last
+                policy.set_requires_all_reduce(micro is micros[-1])
+            (scale / micro["tokens"] * torch.where(micro["mask_N"], loss_N, 0).sum()).backward()
+            if update == 0:
+                log_r_N = logp_N.detach() - micro["old_logp_N"]
+                logs |= {"loss": loss_N, "policy/entropy": entropy_N, "policy/kl_sampler": log_r_N.exp() - 1 - log_r_N}
+                sums.update({k: torch.where(micro["mask_N"], v.detach(), 0).sum().float() for k, v in logs.items()})
+                logp_T[micro["at_N"]] += torch.where(micro["mask_N"], logp_N.detach(), 0)
+        # 4. One optimizer step, unless the gradient is not finite.
+        if scale != 1:
+            torch._foreach_div_([p.grad for p in params], scale)
+        grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm))
+        is_finite = bool(grad_norm.isfinite())
+        skipped += not is_finite
+        fault("opt", step)
+        if is_finite:
+            optimizer.step()
+        optimizer.zero_grad()
+    # 5. Metrics: token means over all ranks.
+    dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
+    dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
+    metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist())) | {"optim/lr": lr}
+    seconds, is_cuda = time.perf_counter() - started, policy.device.type == "cuda"
+    peak = torch.cuda.max_memory_allocated() if is_cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    metrics |= {"optim/grad_norm": grad_norm.item(), "optim/skipped": skipped, "time/train_s": seconds}
+    rate = t.updates_per_batch * int(batch.lens.sum()) / seconds
+    return metrics | {"perf/tokens_per_s": rate, "perf/peak_gib": peak / 2**30}, logp_T
+
+
+# --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
+
+BUCKET = {"nccl": 256 << 20, "gloo": 24 << 20}  # bytes in a broadcast; below 32 MiB malloc reuses what it has
+CANARY = (96, 80, 48, 32)  # token ids in its rows, of different lengths: nothing may leak from row to row
+SAID = 8  # tokens that the policy says after each
 
 
 def sampler_weights(model, dtype, adapters):
@@ -273,190 +453,416 @@ def sampler_weights(model, dtype, adapters):
                 yield f"base_model.model.{name}.{key}.weight" if is_lora else f"{name}.{key}", w.to(dtype).contiguous()
 
 
+def make_group(store, rank, spec):
+    """A process group beside torch's default one, which vLLM has for itself. Its own limit is twice that of the waits
+    on it: NCCL would else end the process before the error is told."""
+    store, limit = dist.PrefixStore("weights", store), timedelta(seconds=2 * spec["timeout_s"])
+    if spec["backend"] == "gloo":
+        return dist.ProcessGroupGloo(store, rank, spec["size"], limit)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, spec["size"], options)
+
+
+def checksum(flat):
+    """Of bytes and their order: 64-bit words times odd numbers, so no change of one word is lost."""
+    words, total = F.pad(flat, (0, -len(flat) % 8)).view(torch.int64), 0
+    place = torch.arange(1, 2 * min(len(words), 1 << 22), 2, device=flat.device)
+    for part in words.split(1 << 22):  # parts bound the copies
+        total = (31 * total + int((part * place[: len(part)]).sum())) % (1 << 64)
+    return total
+
+
+def stream(group, device, spec, sums, tensors=None):
+    """Both ends of a broadcast. Yields (name, tensor), a bucket at a time, and puts each bucket's checksum into sums.
+    spec["tensors"]: names and shapes; the sender gives `tensors` themselves, all of one dtype."""
+    dtype, buckets, room = getattr(torch, spec["dtype"]), [], 0
+    for name, shape in spec["tensors"]:
+        size = math.prod(shape) * dtype.itemsize
+        if size > room:
+            buckets, room = [*buckets, []], BUCKET[spec["backend"]]
+        buckets[-1].append((name, shape, math.prod(shape)))
+        room -= size
+    for bucket in buckets:
+        names, shapes, sizes = zip(*bucket)
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        if tensors:
+            torch.cat([tensors[name].flatten() for name in names], out=flat)
+        group.broadcast(flat.view(torch.uint8), 0).wait(timedelta(seconds=spec["timeout_s"]))
+        sums[f"{names[0]} to {names[-1]}"] = checksum(flat.view(torch.uint8))
+        yield from zip(names, (part.view(shape) for part, shape in zip(flat.split(sizes), shapes)))
+
+
+class WeightSender:
+    """On rank 0: the way to all servers. Weights go through torch.distributed, control through vLLM's routes: /pause,
+    /collective_rpc -> WeightReceiver, /resume. Every wait ends after sync_timeout_s."""
+
+    def __init__(self, cfg, run_dir, device):
+        t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
+        self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
+        self.http = httpx.Client(timeout=t.sync_timeout_s, trust_env=False)  # no proxy between the roles
+        self.pool, self.loaded, self.names = ThreadPoolExecutor(64), [], set()
+        # 1. Servers of this run, and of no other: a stale one is never trained against.
+        served = {url: self.wait_ready(url) for url in self.urls}
+        if set(served.values()) - {self.run_id}:
+            raise RunError(2, f"a server of another run answers: {served}; this run is {self.run_id!r}")
+        # 2. A group of rank 0 and all workers, which join it as they are asked to.
+        native = "nccl" if device.type == "cuda" else "gloo"
+        backend, dtype = native if t.sync_backend == "auto" else t.sync_backend, str(DTYPES[t.dtype])
+        self.device, limit = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
+        listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own would listen on every address
+        host, port = listener.getsockname()
+        self.store = dist.TCPStore(host, port, None, True, limit, False, False, listener.detach())
+        workers = math.prod(cfg.inference.args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
+        self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s, "dtype": dtype[6:]}
+        self.spec["size"] = 1 + workers * len(self.urls)
+        joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
+        made = self.pool.submit(make_group, self.store, 0, self.spec)
+        for call in wait([made, *joining], timeout=2 * t.sync_timeout_s, return_when=FIRST_EXCEPTION).done:
+            call.result()  # what a server answered, before the group's own time is up
+        self.group, mine = made.result(timeout=0), {"dtype": dtype, "lora": cfg.sends_adapters}
+        if others := [about for reply in joining for about in reply.result() if about != mine]:
+            raise RunError(2, f"a server runs {others[0]}, but trainer.dtype and use_lora need {mine}")
+
+    def wait_ready(self, url):
+        """Until the server answers -> the name under which it serves. The watchdog ends this wait."""
+        while True:
+            try:
+                return self.http.get(f"{url}/v1/models").json()["data"][0]["id"]
+            except httpx.TransportError:
+                time.sleep(0.2)
+
+    def post(self, url, path, body=None):
+        try:
+            reply = self.http.post(url + path, json=body)
+        except httpx.TransportError as e:
+            limit = f"trainer.sync_timeout_s = {self.cfg.trainer.sync_timeout_s:g}"
+            raise RunError(3, f"{url}{path}: {type(e).__name__}: {e} ({limit})") from e
+        if reply.status_code != 200:
+            raise RunError(3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
+        return reply.json() if reply.text.startswith("{") else {}
+
+    def post_all(self, path, body=None):
+        return list(self.pool.map(lambda url: self.post(url, path, body), self.urls))
+
+    def rpc(self, method, specs):
+        """Starts method in every worker of every server, with one spec each -> futures of the workers' replies."""
+
+        def call(url, spec):
+            body = {"method": method, "args": [json.dumps(self.spec | spec)]}
+            replies = self.post(url, "/collective_rpc", body)["results"]
+            if errors := [reply["error"] for reply in replies if "error" in reply]:
+                raise RunError(3, f"{url}: {method} failed in a worker: {errors[0]}")
+            return replies
+
+        return [self.pool.submit(call, url, spec) for url, spec in zip(self.urls, specs)]
+
+    def model(self, version):
+        """What a request calls this version: adapters have names of their own."""
+        return f"{self.run_id}-v{version}" if self.cfg.sends_adapters else self.run_id
+
+    def send(self, version, tensors):
+        """Broadcasts, verifies, resumes. tensors: {checkpoint name: contiguous tensor}. A failure raises; a server that
+        got a byte by then dies or stays paused: it never samples from a mixture."""
+        what, adapter = f"sync of version {version}", self.cfg.sends_adapters
+        path = self.run_dir.absolute() / "adapters" / self.model(version)
+        spec = {"version": version, "tensors": [(name, list(w.shape)) for name, w in tensors.items()]}
+        spec["adapter"] = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if adapter else None
+        if missing := sorted(self.names - set(tensors)):
+            raise RunError(3, f"{what}: the trainer gathered no {missing[:3]}")
+        refuse_non_finite(tensors, what)
+        if not adapter:
+            self.post_all("/pause?mode=keep")
+        replies, sums = self.rpc("receive_weights", [spec] * len(self.urls)), {}
+        try:
+            fault("bcast", version)
+            self.names = {name for name, _ in stream(self.group, self.device, self.spec | spec, sums, tensors)}
+        except RuntimeError as e:  # a peer is gone or silent; if it said why, that is told
+            said = [str(e), *(str(r.exception(0)) for r in wait(replies, timeout=5).done if r.exception(0))]
+            hint = " (with NCCL_P2P_DISABLE=1 it may work)" if self.device.type == "cuda" and not self.names else ""
+            raise RunError(3, f"{what}: broadcast over {self.spec['backend']} broke{hint}: {'; '.join(said)}") from e
+        for got in (worker for reply in replies for worker in reply.result()):
+            wrong = [name for name in sums if got["sums"].get(name) != sums[name]]
+            if wrong or got["version"] != version:
+                raise RunError(3, f"{what}: a worker has version {got['version']}, {wrong[:3]} not as sent")
+        if not adapter:
+            return self.post_all("/resume")
+        self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
+        self.loaded.append(version)
+        while self.loaded[0] < version - self.cfg.orchestrator.max_staleness - 1:  # no request can name it any more
+            old = self.model(self.loaded.pop(0))
+            self.post_all("/v1/unload_lora_adapter", {"lora_name": old})
+            shutil.rmtree(path.with_name(old))
+
+    def say(self, version, rows):
+        """-> by server and row: SAID token ids that the policy goes on with, and their logprobs."""
+        body = {"model": self.model(version), "prompt": rows, "max_tokens": SAID, "ignore_eos": True, "logprobs": 0}
+        body |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        body |= {"return_token_ids": True, "cache_salt": str(time.time()), "priority": -1}  # before all rollouts
+        replies = self.post_all("/v1/completions", body)
+        choices = [c for reply in replies for c in sorted(reply["choices"], key=lambda c: c["index"])]
+        return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+
+
+class WeightReceiver:
+    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver; called with one JSON."""
+
+    def join_weight_group(self, spec):
+        spec, config = json.loads(spec), self.vllm_config
+        limit = timedelta(seconds=spec["timeout_s"])
+        self.sync_store = dist.TCPStore(spec["host"], spec["port"], None, False, limit, False)
+        self.sync_group = make_group(self.sync_store, spec["first"] + self.rank, spec)
+        return {"dtype": str(config.model_config.dtype), "lora": config.lora_config is not None}
+
+    def receive_weights(self, spec):
+        spec, sums = json.loads(spec), {}
+        weights = stream(self.sync_group, self.device if spec["backend"] == "nccl" else "cpu", spec, sums)
+        try:
+            if spec["adapter"]:
+                tensors, (path, *about) = dict(weights), spec["adapter"]
+                if self.rank == 0:
+                    write_adapter(Path(path), tensors, *about)
+            else:
+                self.reload_weights(weights_iterator=weights)
+                head = getattr(self.model_runner.model, "lm_head", None)
+                if self.device.type == "cpu" and head is not None:  # vLLM 0.32 leaves a tied head's packed copy stale
+                    head.quant_method.process_weights_after_loading(head)
+        except Exception:  # half-loaded: the text goes to the trainer, then this server dies
+            Timer(2, os._exit, [3]).start()
+            return {"error": traceback.format_exc()[-1500:]}
+        return {"version": spec["version"], "sums": sums}
+
+
 @torch.no_grad()
-def canary_logp(policy, cfg, device):
-    """-> 256 fixed ids in rows, and logp_N of all but the first of each row. Collective."""
-    ids, batch = canary(policy.model.config.get_text_config().vocab_size, cfg.run.max_seq_len - 1)
-    policy.eval()
-    logp_N = policy(collate(batch, list(range(len(ids))), device))[0]
+def canary(sender, policy, version, cfg):
+    """Every server goes on with the same rows, and the trainer scores what it said: in one rectangle, as rollouts are,
+    -> sync/*, |dlogp| in nats. RunError 3 where they differ. Collective."""
+    t, draw, vocab = cfg.trainer, torch.Generator().manual_seed(0), policy.model.config.get_text_config().vocab_size
+    rows = [torch.randint(vocab, (min(n, cfg.run.max_seq_len - SAID),), generator=draw).tolist() for n in CANARY]
+    said = sender.say(version, rows) if sender else [([0] * SAID, [])] * len(rows) * len(cfg.inference.urls)
+    said_NS = torch.tensor([ids for ids, _ in said], device=policy.device)
+    dist.broadcast(said_NS, 0)  # rank 0 alone has heard it
+    rows = [row + ids for row, ids in zip(rows * len(cfg.inference.urls), said_NS.tolist())]
+    lens, tokens_T = torch.tensor(list(map(len, rows))), torch.tensor(sum(rows, []), dtype=torch.int32)
+    mask_T = torch.cat([torch.arange(n) >= n - SAID for n in lens.tolist()])
+    batch = Batch({"tokens": tokens_T, "mask": mask_T}, {}, lens, [], {})
+    logp_N = policy.eval()(collate(batch, list(range(len(rows))), policy.device))[0]
     policy.train()
-    return ids.tolist(), logp_N.tolist()
+    if not sender:
+        return {}
+    diff_N = (logp_N.cpu() - torch.tensor([x for _, logps in said for x in logps])).abs()
+    metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
+    value, limit = (metrics["sync/dlogp_max"], 1e-3) if t.dtype == "fp32" else (metrics["sync/dlogp_mean"], 0.05)
+    if not value <= (t.max_sync_dlogp or limit):
+        raise RunError(3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
+    return metrics
 
 
-def publish(sender, policy, version, staleness, cfg, rank, device):
+def publish(sender, policy, version, cfg):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers."""
     started = time.perf_counter()
-    rows, logp_N = canary_logp(policy, cfg, device)
     fault("gather", version)
     weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
-    tensors = {name: w for name, w in weights if rank == 0}
-    metrics = sender.send(version, tensors, rows, logp_N, staleness) if rank == 0 else {}
+    tensors = {name: w for name, w in weights if dist.get_rank() == 0}
+    if sender:
+        sender.send(version, tensors)
+    metrics = canary(sender, policy, version, cfg)
+    if sender:
+        (tmp := sender.run_dir / "version.tmp").write_text(str(version))
+        os.replace(tmp, sender.run_dir / "version")
+    beat()
     return metrics | {"time/sync_s": time.perf_counter() - started}
+
+
+# --- what outlives the process ----------------------------------------------------------------------------------------
+
+
+def refuse_non_finite(tensors, what):
+    """Weights that are not finite are neither written nor sent: RunError 5."""
+    if bad := [name for name, x in tensors.items() if not (local(x).sum().isfinite() or local(x).isfinite().all())]:
+        raise RunError(5, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0]}")
+
+
+def state_of(policy, optimizer, cfg):
+    """{name: tensor, or a rank's part} of what training changes: parameters, optimizer, a moving reference, extra."""
+    found = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
+    for i, (name, p) in enumerate(trained(policy).items()):
+        found |= {f"policy/{name}": p.detach()} | ({f"ref/{name}": policy.ref[i]} if cfg.trainer.ref_sync_steps else {})
+        found |= {f"optimizer/{name}/{k}": x for k, x in optimizer.state[p].items() if isinstance(x, torch.Tensor)}
+    return found
+
+
+def shards(path):
+    """{file: [bytes, CRC-32]} of a checkpoint's tensors, each rank reading its share. Collective."""
+    files = sorted(path.glob("*.safetensors"))
+    sums = torch.zeros(len(files), dtype=torch.int64)
+    for i in range(dist.get_rank(), len(files), dist.get_world_size()):
+        with open(files[i], "rb") as f:
+            os.fsync(f)
+            while block := f.read(1 << 24):
+                sums[i] = zlib.crc32(block, int(sums[i]))
+    sizes = [file.stat().st_size for file in files]  # from here on rank 0 may rename them
+    dist.all_reduce(sums)
+    return {file.name: [size, crc] for file, size, crc in zip(files, sizes, sums.tolist())}
+
+
+def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
+    """Every rank writes its part, whatever number of ranks reads it again; rank 0 adds state.json with the shards'
+    checksums and the orchestrator's ledger. One rename makes it exist; then the oldest go. Collective."""
+    path, is_first = run_dir / "checkpoints" / f"step_{step:06d}", dist.get_rank() == 0
+    tmp, tensors = path.with_suffix(".tmp"), state_of(policy, optimizer, cfg)
+    refuse_non_finite(tensors, path)
+    if is_first:
+        shutil.rmtree(tmp, ignore_errors=True)
+        tmp.mkdir()
+    dist.barrier()
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
+    fault("ckpt_write", step)
+    state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
+    state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
+    if is_first:
+        with open(tmp / "state.json", "w") as f:
+            json.dump(state, f)
+            f.flush()
+            os.fsync(f)
+        fault("ckpt_before_rename", step)
+        os.rename(tmp, path)
+        fault("ckpt_after_rename", step)
+        for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:
+            shutil.rmtree(old)
+
+
+def load_checkpoint(path, policy, optimizer, cfg):
+    """In place -> step. Raises RunError 2 where it is of another run, 6 for damaged files. Collective."""
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError):
+        state = {"shards": {"state.json": []}}
+    there = shards(path)
+    if wrong := [name for name, sums in state["shards"].items() if there.get(name) != sums]:
+        older = [p.name for p in sorted(path.parent.glob("step_??????")) if p.name < path.name]
+        then = f"then {older[-1]} is resumed from" if older else "then the run begins anew"
+        raise RunError(6, f"{path / wrong[0]} is damaged: it is not what was written. Remove {path}, {then}")
+    refuse_other(state["run"], cfg, path)
+    optimizer.param_groups[0]["lr"] = 0.0  # a step that changes nothing makes the tensors to load into
+    for p in trained(policy).values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    optimizer.zero_grad()
+    policy.extra |= state["extra"]
+    reader = dcp.HuggingFaceStorageReader(str(path))
+    for name, about in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith("extra/"):  # tensors of a recipe, which may make them later than this
+            policy.extra[name[6:]] = torch.zeros(about.size, dtype=about.properties.dtype, device=policy.device)
+    dcp.load(state_of(policy, optimizer, cfg), storage_reader=reader)
+    return state["step"]
+
+
+def write_adapter(path, tensors, t, model):
+    """A PEFT adapter directory, which peft and vLLM load. t: the [trainer] table as a dict."""
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "bias": "none"}
+    about |= {"r": t["lora_rank"], "lora_alpha": t["lora_alpha"], "lora_dropout": t["lora_dropout"]}
+    (path / "adapter_config.json").write_text(json.dumps(about | {"target_modules": t["lora_target_modules"]}))
+
+
+def write_final(run_dir, policy, cfg):
+    """final/: what transformers (LoRA: peft) and vLLM load. Collective."""
+    from transformers import AutoTokenizer
+
+    t, final, tmp = cfg.trainer, run_dir / "final", run_dir / "final.tmp"
+    weights = sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)
+    tensors = {name: w.cpu() for name, w in weights if dist.get_rank() == 0}
+    if dist.get_rank():
+        return
+    shutil.rmtree(tmp, ignore_errors=True)
+    if t.use_lora:
+        write_adapter(tmp, tensors, t._asdict(), cfg.run.model)
+    else:
+        policy.model.config.dtype = DTYPES[t.dtype]
+        policy.model.save_pretrained(tmp, state_dict=tensors)
+    AutoTokenizer.from_pretrained(cfg.run.model).save_pretrained(tmp)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(tmp, final)
+
+
+def log_step(run_dir, step, metrics, logp_T):
+    """Every number into metrics.jsonl, what people watch on the console, and logp beside the batch for tools."""
+    save_file({"logp": logp_T.cpu()}, tmp := run_dir / "batches" / f"logp_{step:06d}.tmp")
+    os.replace(tmp, tmp.with_suffix(".safetensors"))
+    metrics = {"step": step, "time": time.time(), "version": step + 1} | metrics
+    with open(run_dir / "metrics.jsonl", "a") as f:
+        f.write(json.dumps(metrics) + "\n")
+    m = Counter({k: v for k, v in metrics.items() if v is not None})  # 0 where a replay has none
+    text = (
+        f"step {step:5d} | reward {m['reward/mean']:6.3f} | loss {m['loss']:+8.4f} | kl {m['policy/kl_sampler']:7.1e}"
+    )
+    text += f" | entropy {m['policy/entropy']:5.2f} | {m['time/step_s']:6.2f} s: wait {m['time/wait_batch_s']:.2f}"
+    print(f"{text}, train {m['time/train_s']:.2f}, sync {m['time/sync_s']:.2f}", flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step, t, total):
-    """Linear warm-up, then constant or a linear or cosine decay to 0 after `total` steps."""
-    warmup = 0 if t.lr_scheduler_type == "constant" else max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
-    left = (total - step) / max(total - warmup, 1)
-    decay = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}.get(t.lr_scheduler_type, 1.0)
-    return t.learning_rate * ((step + 1) / (warmup + 1) if step < warmup else decay)
-
-
-def swap(params, ref):
-    """Exchanges trained and reference parameters in place: the policy module then computes the reference."""
-    if torch.cuda.is_available():  # with offload copies to the GPU may still read them
-        torch.cuda.synchronize()
-    for p, r in zip(params, ref):
-        kept = local(p.data).clone()
-        local(p.data).copy_(r), r.copy_(kept)
-
-
-@torch.no_grad()
-def with_reference(policy, ref, params, micros):
-    """-> micros with ref_logp_N, of the reference and without dropout."""
-    swap(params, ref)
-    policy.eval()
-    micros = [micro | {"ref_logp_N": policy(micro)[0]} for micro in micros]
-    policy.train()
-    swap(params, ref)
-    return micros
-
-
-@torch.no_grad()
-def observed(micro, logp_N, entropy_N, logs, ages, given, t):
-    """-> {name: sum over the micro-batch's tokens} of logs, KL(sampler || policy) as k3, also by age in versions, and
-    shadow metrics: what other losses would have clipped of these very tokens. given: compute_loss's other arguments."""
-    log_r_N = logp_N - given["old_logp_N"]
-    kl_N = log_r_N.exp() - 1 - log_r_N
-    logs = logs | {"policy/entropy": entropy_N, "policy/kl_sampler": kl_N}
-    for age in ages:
-        logs |= {f"kl_age{age}": kl_N * (micro["age_N"] == age), f"age{age}": micro["age_N"] == age}
-    for name in t.shadow_losses:
-        other = t if name == t.loss else t._replace(loss=name, epsilon=0.0, epsilon_high=0.0)  # at its own edges
-        shadow = compute_loss(logp_N=logp_N, entropy_N=entropy_N, cfg=other, **given)[1]
-        logs[f"shadow/{name}/clip_frac"] = shadow["policy/clip_frac"]
-    return {k: (v * micro["mask_N"]).sum().float() for k, v in logs.items()}
-
-
-def train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device):
-    """updates_per_batch optimizer steps on one batch -> metrics, and logp_T before them (0 where nothing is trained). A
-    non-finite gradient changes nothing, on any rank."""
-    t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
-    lr = learning_rate(step, t, cfg.run.max_steps)
-    torch.manual_seed((cfg.run.seed << 32) + step * world + rank)  # dropout is a function of seed, step and rank
-    num_tokens = max(int(batch.loss_mask.sum()), 1)
-    with_tokens = sum(bool(mask.any()) for mask in batch.loss_mask.split(batch.sample_lens.tolist()))
-    rollouts, max_tokens = batch.info.get("rollouts", 0), batch.info.get("max_tokens", 0)
-    count = {"dr_grpo": rollouts * max_tokens, "gspo": with_tokens}.get(t.loss, num_tokens)
-    loss_function, params = named(t.loss, {t.loss: compute_loss}), optimizer.param_groups[0]["params"]
-    ages, logp_T = {s.get("age", -1) for s in batch.samples} - {-1}, torch.zeros(len(batch.tokens), device=device)
-    lens, budget = batch.sample_lens.tolist(), t.micro_batch_size * cfg.run.max_seq_len
-    bins = pack(lens, budget, world, policy.model.config.get_text_config().hidden_size)[rank::world]
-    micros = [collate(batch, indices, device) for indices in bins]
-    if ref:
-        micros = with_reference(policy, ref, params, micros)
-    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
-    for update in range(t.updates_per_batch):
-        for micro in micros:
-            fault("fwd", step)
-            logp_N, entropy_N = policy(micro)
-            fault("bwd", step)
-            old_logp_N = micro["old_logp_N"]  # nan: text of unknown origin (--offline); its ratio is 1 at first
-            micro["old_logp_N"] = torch.where(old_logp_N.isnan(), logp_N.detach(), old_logp_N)
-            given = {k: micro.get(k) for k in ("old_logp_N", "adv_N", "mask_N", "sample_N", "ref_logp_N")}
-            loss_N, logs = loss_function(logp_N=logp_N, entropy_N=entropy_N, cfg=t, **given)
-            if ref:  # k3 (joschu.net/blog/kl-approx.html)
-                log_r_N = micro["ref_logp_N"] - logp_N
-                logs["policy/kl_ref"] = log_r_N.exp() - log_r_N - 1
-                loss_N = loss_N + t.beta * logs["policy/kl_ref"]
-            loss = torch.where(micro["mask_N"], loss_N, 0).sum() / count
-            if t.replicas > 1:  # between nodes once per step
-                policy.set_requires_all_reduce(micro is micros[-1])
-            (loss * scale).backward()
-            if update == 0:
-                sums.update(observed(micro, logp_N, entropy_N, logs, ages, given, t))
-                sums["loss"] += loss.detach() * num_tokens
-                logp_T[micro["at_N"]] = torch.where(micro["mask_N"], logp_N.detach(), 0)
-        if scale != 1:
-            torch._foreach_div_([p.grad for p in params], scale)
-        grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm))
-        optimizer.param_groups[0]["lr"] = lr
-        is_finite = bool(grad_norm.isfinite())
-        skipped += not is_finite
-        fault("opt", step)
-        if is_finite:
-            optimizer.step()
-        optimizer.zero_grad()
-    dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
-    dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
-    metrics = dict(zip(sorted(sums), (total / num_tokens).tolist()))
-    for age in ages:
-        share, kl = metrics.pop(f"age{age}"), metrics.pop(f"kl_age{age}")
-        metrics |= {f"policy/kl_age{age}": kl / share if share else None, f"policy/tokens_age{age}": share * num_tokens}
-    seconds = time.perf_counter() - started
-    metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm.item(), "optim/skipped": skipped, "time/train_s": seconds}
-    return metrics | speed(policy, lens, t, seconds, world), logp_T
+def start_distributed(cfg):
+    """torchrun's variables, or one rank without it. No rank waits longer for another than the watchdog for all."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(alone if "RANK" not in os.environ else {})
+    limit, is_cuda = 2 * (cfg.run.watchdog + cfg.inference.startup_timeout), torch.cuda.is_available()
+    if is_cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit))
 
 
 def main(argv):
     """A run of one rank, from the last checkpoint to max_steps. RunError ends it; argv: see --help."""
-    cfg, replay = arguments(__doc__, argv)  # replay: the files of saved batches, or []
-    t, run_dir = cfg.trainer, run_directory(cfg, f"-replay-{cfg.trainer.loss}" if replay else "")
-    rank, world, device = start_distributed(cfg)
-    policy = build_policy(cfg, device, world)
-    params = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, t.learning_rate, (0.9, t.adam_beta2), weight_decay=t.weight_decay, fused=True)
-    ref = [local(p.detach()).clone() for p in params] if t.beta else None  # LoRA's starts at B = 0: the base model
-    step, last, streak = 0, min(cfg.run.max_steps, len(replay) or cfg.run.max_steps), 0
-    if found := latest_checkpoint(run_dir):
-        step = load_checkpoint(found, policy, ref, optimizer, cfg, rank)
+    cfg, replay = configs.arguments(__doc__, argv)
+    files, t = sorted(replay.glob("step_*.safetensors")) if replay else [], cfg.trainer
+    if replay and not files:
+        raise RunError(2, f"--replay {replay}: no step_*.safetensors there")
+    run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
+    start_distributed(cfg)
+    is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
+    optimizer = make_optimizer(policy, t)
+    last = min(cfg.run.max_steps, len(files) or cfg.run.max_steps)
+    if found := max((run_dir / "checkpoints").glob("step_??????"), default=None):
+        step = load_checkpoint(found, policy, optimizer, cfg)
     if replay and step == last:
         raise RunError(2, f"{run_dir} has its {last} steps already: choose another run_name, or remove it")
-    first = step
-    cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < first, rank)
-    sender = WeightSender(cfg, run_dir, device) if rank == 0 and not replay else None
+    if is_first:
+        configs.cut_lines(run_dir / "metrics.jsonl", lambda line, first=step: line["step"] < first)
+    sender = WeightSender(cfg, run_dir, policy.device) if is_first and not replay else None
     if not replay:
-        if cfg.run.preflight and step == 0:
-            check_memory(train_step, policy, ref, optimizer, cfg, rank, world, device)
-            check_sync(publish, canary_logp, sender, policy, cfg, rank, device)
-            optimizer.state.clear()  # of the checks, which go beside Adam's tensors as all broadcasts do
-        publish(sender, policy, step, 0, cfg, rank, device)
+        publish(sender, policy, step, cfg)
     mark = time.perf_counter()
     while step < last:
+        # 1. The orchestrator's batch, or a saved one.
         started, mark = mark, time.perf_counter()  # between them: the checkpoint of the step before
-        path = replay[step] if replay else run_dir / "batches" / f"step_{step:06d}.safetensors"
-        batch = load_batch(path, rank, device, t.batch_timeout_s, None if replay else (identity(cfg), step))
-        waited, info = time.perf_counter() - mark, batch.info
-        if replay and [t.advantage, t.gamma] != [info.get("advantage", t.advantage), info.get("gamma", t.gamma)]:
-            batch = replace_advantages(batch, compute_advantages, t.advantage, t.gamma)
-        trained, logp_T = train_step(policy, ref, optimizer, batch, step, cfg, rank, world, device)
-        metrics = info.get("metrics", {}) | trained | {"time/checkpoint_s": mark - started}
-        is_broken = metrics["optim/skipped"] or (not replay and metrics["policy/kl_sampler"] > 1)
-        streak = streak + 1 if is_broken else 0
+        path = run_dir / "batches" / f"step_{step:06d}.safetensors"
+        batch = load_batch(files[step]) if replay else load_batch(path, cfg, step)
+        times = {"time/checkpoint_s": mark - started, "time/wait_batch_s": time.perf_counter() - mark}
+        # 2. An optimizer step, unless three in a row were of no use.
+        numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
+        is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
+        streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times
         if streak == 3:
             what = f"loss {metrics['loss']}, KL(sampler || policy) {metrics['policy/kl_sampler']} nats"
             raise RunError(5, f"no finite gradient, or a KL above 1, in steps {step - 2} to {step}: at last {what}")
         step += 1
-        if ref and t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
-            torch._foreach_lerp_(ref, [local(p.detach()) for p in params], t.ref_sync_alpha)
-        if not replay:
-            metrics |= publish(sender, policy, step, info["max_staleness"], cfg, rank, device)
-        if rank == 0:
-            save_logp(run_dir, step - 1, logp_T)
-            log_step(run_dir, step - 1, last, metrics, started, waited)
+        if t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
+            torch._foreach_lerp_(policy.ref, [p.detach() for p in trained(policy).values()], t.ref_sync_alpha)
+        # 3. The new weights go to the servers, whose rollouts of the next batches go on.
+        metrics |= {} if replay else publish(sender, policy, step, cfg)
+        if is_first:
+            log_step(run_dir, step - 1, metrics | {"time/step_s": time.perf_counter() - started}, logp_T)
         mark = time.perf_counter()
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            save_checkpoint(run_dir, step, policy, ref, optimizer, cfg, info, rank)
-    if not cfg.run.max_steps:  # --check
-        return
-    write_final(run_dir, dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)), policy.model, cfg, rank)
-    if sender:
-        print(where_time_goes(run_dir, first, sender.pages, sender.servers.metrics()), flush=True)
+            save_checkpoint(run_dir, step, policy, optimizer, cfg, batch.info)
+    if cfg.run.max_steps:  # else --check
+        write_final(run_dir, policy, cfg)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run_role("trainer", main)
+    configs.run_role("trainer", main)

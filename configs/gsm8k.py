@@ -5,8 +5,8 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
-from configs.lib.data import DataError, load_rows
-from env import Rubric, SingleTurnEnv, XMLParser
+from configs.parsers import XMLParser
+from env import DataError, Rubric, SingleTurnEnv, load_rows
 
 PARSER = XMLParser(["reasoning", "answer"])
 SYSTEM_PROMPT = f"Solve the problem. Answer in this form, with a bare number as the answer:\n{PARSER.get_format_str()}"

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 from configs.gsm8k import number
-from configs.lib.data import DataError, load_rows
+from configs.parsers import extract_boxed_answer
 from configs.sandbox import Sandbox
-from env import Rubric, ToolEnv, extract_boxed_answer
+from env import DataError, Rubric, ToolEnv, load_rows
 
 FORMS = ["{a}*{b}+{c}", "{a}*{b}-{c}", "{a}+{b}*{c}", "{a}-{b}*{c}", "({a}+{b})*{c}", "({a}-{b})*{c}"]
 # Of the toy model's vocabulary: frequent strings, as a trained tokenizer has them. The rest is spelled out.

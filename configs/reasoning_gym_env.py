@@ -9,7 +9,8 @@ import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 
-from env import Rubric, SingleTurnEnv, XMLParser
+from configs.parsers import XMLParser
+from env import Rubric, SingleTurnEnv
 
 # The toy's: "Calculate 7 - 10 + 2." About 5,500 questions, answers from -20 to 30.
 TASK = "basic_arithmetic"

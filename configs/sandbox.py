@@ -29,7 +29,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
 NEW_ROOT = "/tmp"  # the new root is mounted over it, in a mount namespace that nobody else sees
-NOBODY, SAME_USER = "setpriv --reuid=65534 --regid=65534 --clear-groups --no-new-privs", "setpriv --no-new-privs"
+SAME_USER = "setpriv --pdeathsig=KILL --no-new-privs"  # its caller's death is its own
+NOBODY = f"{SAME_USER} --reuid=65534 --regid=65534 --clear-groups"
 NAMESPACES = "unshare --user --map-root-user --mount --net --pid --ipc --fork --kill-child"
 NO_CAPABILITIES = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all"
 LIMITS = "prlimit --as=1073741824 --fsize=10485760 --nproc=64 --nofile=64 --core=0"

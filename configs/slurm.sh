@@ -15,14 +15,13 @@ nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${nodes%%$'\n'*}
 bash launch.sh --setup
 PY=.venv/bin/python; [ -x "$PY" ] || PY=python3
-scratch=$(mktemp -d)
-resolved=$(PYTHONPATH=$PWD "$PY" configs/lib/for_launch.py "$scratch" "$config" "$@")
-rm -r "$scratch"
-eval "$(grep -E '^(COMPLETE|TRAIN_GPUS)=' <<<"$resolved")"
-[ "$COMPLETE" = 0 ] || exec bash launch.sh "$config" "$@" # it says so; the other nodes would wait for a rendezvous
+resolved=$(PYTHONPATH=$PWD "$PY" configs/__init__.py "$config" "$@")
+eval "$(grep -E '^(run_dir|run_max_steps|trainer_gpus)=' <<<"$resolved")"
+steps=$(cat "$run_dir/done" 2>/dev/null || echo 0)
+[ "$steps" -lt "$run_max_steps" ] || exec bash launch.sh "$config" "$@" # it says so; other nodes would wait for a rendezvous
 more=("trainer.replicas=$NNODES" "$@")
 # shellcheck disable=SC2016  the variables are each node's own
-PY=$PY GPUS=$TRAIN_GPUS srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c '
+PY=$PY GPUS=$trainer_gpus srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c '
     if [ "$SLURM_NODEID" = 0 ]; then exec bash launch.sh "$@"; fi
     config=$1; shift
     exec "$PY" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \

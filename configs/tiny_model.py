@@ -1,16 +1,26 @@
 """Makes a tiny character-level model for a task, without a network: python configs/tiny_model.py config.toml
 
 A Qwen3 of about 1M parameters with a chat template of one token per role, warmed up on the task's demonstrations()
-through trainer.py --replay with loss=sft: enough to get some answers right, so that RL has something to reinforce."""
+through trainer.py --replay with loss=sft: enough to get some answers right, so that RL has something to reinforce.
+launch.sh runs it as a TOML's `prepare` where the model is not there yet."""
 
+import importlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from configs import RunError, arguments, run_role
+from env import load_environment
+from orchestrator import extend_or_fork, save_batch
+
+BATCH_SIZE = 64  # demonstrations per step of the warm-up
 # Tool calls are written as Qwen writes them, which vLLM's "hermes" parser reads. The tools' schemas are left out: at a
 # token per character they would be most of the prompt, and the warm-up has shown the model what there is.
 TEMPLATE = (
@@ -54,43 +64,118 @@ def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=
     tokenizer.save_pretrained(path)
 
 
-def write_demonstrations(path, tokenizer, demonstrations, batch_size):
+def tokenize_conversation(tokenizer, messages, tools=None, first=0, **template_kwargs):
+    """A conversation that no policy of ours sampled -> samples as orchestrator.py makes them. Loss tokens are those of
+    the assistant's messages from number `first` on, each message a turn.
+
+    Their old_logp is nan: nobody knows it. What a template writes after the end-of-sequence token (a newline, mostly)
+    was never the policy's to say."""
+
+    def ids_of(part, **more):
+        part = [as_template_sees(message) for message in part]
+        return tokenizer.apply_chat_template(part, tools=tools, return_dict=False, **template_kwargs, **more)
+
+    samples = []
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    for turn, i in enumerate(said):
+        prompt_ids = ids_of(messages[:i], add_generation_prompt=True)
+        ids = ids_of(messages[: i + 1])
+        if ids[: len(prompt_ids)] != prompt_ids:
+            raise ValueError(f"the chat template writes message {i} otherwise than its generation prompt begins it")
+        ids = ids[len(prompt_ids) :]
+        if tokenizer.eos_token_id in ids:
+            ids = ids[: ids.index(tokenizer.eos_token_id) + 1]
+        extend_or_fork(samples, prompt_ids, ids, [float("nan")] * len(ids), turn)
+    return samples
+
+
+def as_template_sees(message):
+    """A message in OpenAI's format as vLLM hands it to the chat template: arguments of tool calls are objects."""
+    message = dict(message)
+    if message.get("reasoning"):
+        message["reasoning_content"] = message["reasoning"]
+    if message.get("tool_calls"):
+        message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
+    return message
+
+
+def with_object(call):
+    """A tool call whose arguments, JSON text, are read; what is no JSON object becomes an empty one."""
+    try:
+        value = json.loads(call["function"]["arguments"])
+    except json.JSONDecodeError:
+        value = {}
+    value = value if isinstance(value, dict) else {}
+    return call | {"function": call["function"] | {"arguments": value}}
+
+
+def load_task(cfg):
+    """-> the module of the first environment. What is wrong with one is told before the minutes that follow: RunError 2
+    where there is no such module, else 4, or the code that the task's own error has."""
+    names = [env.id.rsplit("/", 1)[-1].replace("-", "_") for env in cfg.env]
+    for name, env in zip(names, cfg.env):
+        try:
+            load_environment(env.id, env.args, cfg.path.parent)
+        except Exception as e:  # the task's own code
+            traceback.print_exc()
+            is_missing = isinstance(e, ModuleNotFoundError) and e.name == name
+            code = 2 if is_missing else getattr(e, "code", 4)
+            what = f"env.id = {env.id!r}: {type(e).__name__}: {e}"
+            raise RunError(code if code in (2, 4) else 4, what) from e
+    return importlib.import_module(names[0])
+
+
+def write_demonstrations(path, tokenizer, demonstrations):
     """Conversations -> batch files with the assistant's tokens as loss tokens."""
-    from configs.lib.batch import save_batch
-    from configs.lib.text import tokenize_conversation
-
-    path.mkdir(parents=True, exist_ok=True)
-    for n in range(len(demonstrations) // batch_size):
-        talks = demonstrations[n * batch_size : (n + 1) * batch_size]
-        samples = [s | {"advantage": 1.0} for talk in talks for s in tokenize_conversation(tokenizer, talk)]
-        save_batch(path / f"step_{n:06d}.safetensors", samples, {"step": n, "offline": True})
+    path.mkdir(parents=True)
+    for step in range(len(demonstrations) // BATCH_SIZE):
+        talks = demonstrations[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]
+        samples = [sample for talk in talks for sample in tokenize_conversation(tokenizer, talk)]
+        save_batch(path / f"step_{step:06d}.safetensors", samples, {"step": step, "offline": True})
 
 
-def main(config, batch_size=64):
-    from configs.lib.runtime import load_config
-    from env import load_environment  # noqa: F401  the task's module imports it
-
-    cfg = load_config(config)
-    model, work = Path(cfg.run.model), Path(cfg.run.model + ".work")
-    shutil.rmtree(work, ignore_errors=True)
-    sys.path.insert(0, str(cfg.path.parent))
-    task = __import__(cfg.env[0].id)
-    steps = getattr(task, "WARM_UP_STEPS", 95)
-    tokenizer = make_tokenizer(getattr(task, "TOKENS", ()))
-    make_model(work / "random", tokenizer)
-    write_demonstrations(work / "demonstrations", tokenizer, task.demonstrations(steps * batch_size), batch_size)
+def warm_up(config, work, steps):
+    """trainer.py on the demonstrations in `work` -> directory of the model."""
     overrides = [
-        f"model={work / 'random'}", f"output_dir={work}", "run_name=warmup", f"max_steps={steps}", "trainer.loss=sft",
-        "trainer.use_lora=false", "trainer.dtype=fp32", "trainer.learning_rate=1e-3",
+        f"model={work / 'random'}",
+        f"output_dir={work}",
+        "run_name=warmup",
+        f"max_steps={steps}",
+        "trainer.loss=sft",
+        "trainer.use_lora=false",
+        "trainer.dtype=fp32",
+        "trainer.learning_rate=1e-3",
         "trainer.lr_scheduler_type=linear",
         "checkpoint.every=0",
-    ]  # fmt: skip
-    command = [sys.executable, "trainer.py", config, *overrides, "--replay", str(work / "demonstrations")]
-    subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    model.parent.mkdir(parents=True, exist_ok=True)
-    os.rename(work / "warmup-replay-sft" / "final", model)
+    ]
+    command = [sys.executable, str(ROOT / "trainer.py"), str(config), *overrides, "--replay", str(work / "batches")]
+    code = subprocess.run(command).returncode
+    if code:
+        raise RunError(code if code in (2, 4, 5, 6) else 3, f"the warm-up of the toy model ended with exit code {code}")
+    return work / "warmup-replay-sft" / "final"
+
+
+def main(argv):
+    """argv: config.toml [table.key=value ...]; makes the directory `model`."""
+    cfg, _ = arguments(__doc__, argv)
+    task = load_task(cfg)
+    if not hasattr(task, "demonstrations"):
+        raise RunError(
+            2, f"prepare = {cfg.run.prepare!r}: {task.__name__} has no demonstrations() to warm a model up on"
+        )
+    steps = getattr(task, "WARM_UP_STEPS", 95)
+    demonstrations = task.demonstrations(steps * BATCH_SIZE)
+
+    model = Path(cfg.run.model)
+    work = Path(f"{model}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    tokenizer = make_tokenizer(getattr(task, "TOKENS", ()))
+    make_model(work / "random", tokenizer)
+    write_demonstrations(work / "batches", tokenizer, demonstrations)
+    final = warm_up(cfg.path, work, steps)
+    os.rename(final, model)
     shutil.rmtree(work)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    run_role("prepare", main)

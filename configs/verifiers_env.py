@@ -17,8 +17,7 @@ from openai.types.chat import ChatCompletion
 from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.utils.message_utils import normalize_messages
 
-from configs.lib.data import finite
-from env import SingleTurnEnv, Truncated
+from env import SingleTurnEnv, Truncated, finite
 
 FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
 
@@ -95,7 +94,7 @@ class VerifiersRubric:
         return self.result(theirs)
 
     async def state_of(self, state):
-        """Of text that was not rolled out: for SingleTurnEnv.score."""
+        """Of text that was not rolled out: for configs/scoring.py."""
         theirs = await self.env.init_state(state["row"], PolicyClient(None), "policy", {})
         theirs["completion"] = normalize_messages(state["completion"], field_name="completion")
         return theirs

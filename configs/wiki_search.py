@@ -7,8 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from configs.lib.data import load_rows
-from env import Rubric, ToolEnv
+from env import Rubric, ToolEnv, load_rows
 
 PAGES, EVAL_PAGES, TOP = 200, 40, 3
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"

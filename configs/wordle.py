@@ -4,7 +4,8 @@ import functools
 import random
 from collections import Counter
 
-from env import MultiTurnEnv, Rubric, XMLParser
+from configs.parsers import XMLParser
+from env import MultiTurnEnv, Rubric
 
 WORDS = """
 about above actor admit adult after again agent agree ahead alarm album alert alike alive allow alone along alter among

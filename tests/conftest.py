@@ -25,9 +25,9 @@ import tiny_model
 import torch
 
 import orchestrator
-from configs.lib.batch import load_batch, save_batch
-from configs.lib.process import start_distributed
-from configs.lib.runtime import load_config, run_directory
+from configs import load_config, run_directory
+from orchestrator import save_batch
+from trainer import load_batch, start_distributed
 
 torch.set_num_threads(1)
 TOKENS = ['<tool_call>\n{"name": "double", "arguments": {"a": ', "}}\n</tool_call>"]
@@ -100,21 +100,20 @@ def make_cfg(tmp_path, models):
 
 @pytest.fixture(scope="session", autouse=True)
 def distributed():
-    start_distributed()
+    start_distributed(load_config(ROOT / "configs" / "reverse_text.toml"))
 
 
-def make_samples(num=12, seed=0, vocab=102, longest=24, group=4, logp=None):
-    """Random samples with prompts; old_logp around -log(vocab), where a random model is."""
+def make_samples(num=12, seed=0, vocab=102, longest=24, group=4):
+    """Random samples in groups; old_logp around -log(vocab), where a random model is. Some prompts have one token."""
     rng, samples = random.Random(seed), []
     for i in range(num):
         prompt, answer = rng.randint(1, 6), rng.randint(1, longest - 6)
         tokens = [rng.randrange(vocab) for _ in range(prompt + answer)]
         samples.append({
             "tokens": tokens, "mask": [0] * prompt + [1] * answer,
-            "logp": [0.0] * prompt + [-4.6 + rng.uniform(-0.5, 0.5) for _ in range(answer)],
-            "advantage": rng.uniform(-1, 1), "reward": rng.random(), "group": i // group, "rollout": i % group,
+            "old_logp": [0.0] * prompt + [-4.6 + rng.uniform(-0.5, 0.5) for _ in range(answer)],
+            "turn": [0] * (prompt + answer), "reward": rng.random(), "group": i // group, "rollout": i % group,
             "temperature": 1.0, "age": 0, "versions": [0, 0], "env": "test", "num_turns": 1,
-            "turns": [0] * (prompt + answer),
         })  # fmt: skip
     return samples
 
@@ -127,7 +126,7 @@ def batches(tmp_path):
         path = tmp_path / "saved"
         path.mkdir(exist_ok=True)
         for n in range(num):
-            info = {"run": "test", "step": n, "rollouts": 12, "max_tokens": 16, "max_staleness": 1, "advantage": "mean"}
+            info = {"run": {"run": "test"}, "step": n, "rollouts": 12, "max_tokens": 16, "max_staleness": 1}
             save_batch(path / f"step_{n:06d}.safetensors", make_samples(seed=n, **kwargs), info)
         return path
 
@@ -136,8 +135,7 @@ def batches(tmp_path):
 
 def run_trainer(toml, *args, ranks=1, timeout=120, check=True):
     """trainer.py in its own process or torchrun -> CompletedProcess."""
-    port = free_port()
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command = [*(launch if ranks > 1 else [sys.executable]), str(ROOT / "trainer.py"), str(toml), *map(str, args)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
@@ -159,7 +157,7 @@ def launch(toml, *overrides, timeout=90, check=True, **env):
     """bash launch.sh with the fake server -> CompletedProcess."""
     env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"} | env
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
-    command = ["bash", str(ROOT / "launch.sh"), str(toml), f"inference.port={free_port()}", *overrides]
+    command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
@@ -311,16 +309,18 @@ class VLLM:
     def __init__(self, model, log, *flags, max_len=256, dtype="float32", receiver="receivers.StaleHead"):
         self.port, self.name, self.log = free_port(), "real", log
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += [
             "--host",
             "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--served-model-name",
+            self.name,
+            "--dtype",
+            dtype,
+            "--enforce-eager",
         ]
-        command += ["--port", str(self.port), "--served-model-name", self.name, "--dtype", dtype, "--enforce-eager"]
         command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs"]
         command += ["--scheduling-policy", "priority", *flags]
         command += ["--worker-extension-cls", receiver]

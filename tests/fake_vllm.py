@@ -1,5 +1,5 @@
-"""A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model, true logprobs, and a
-WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights, so runs repeat exactly.
+"""A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model, true logprobs, adapters,
+and a WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights: runs repeat exactly.
 
 FAKE in the environment, or a POST to /fake, holds JSON:
     {"generate_s": 1.0,              seconds before every generation; "total_s": of request and generation together
@@ -10,14 +10,16 @@ FAKE in the environment, or a POST to /fake, holds JSON:
      "stop": true,                   no answer counts as cut off
      "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
-     "shift": 1,                     the server's ids of a prompt differ from the trainer's
-     "sync 2": "raise"}              the second broadcast fails after its first tensor; "hang": never begins;
+     "sync 2": "raise",              the second broadcast fails after its first tensor; "hang": never begins;
                                      "500": an answer, and no more
-Like vLLM's server it has an engine process; without it, it answers /health and nothing else, and it outlives kill -9.
+     "orphan": true}                 its engine outlives it, as vLLM's does with tensor parallelism
+Like vLLM's server it has an engine process, without which it answers /health and nothing else. The kernel ends the
+engine with the server, since vLLM's imports trainer.py, and so configs.
 """
 
 import argparse
 import asyncio
+import ctypes
 import json
 import os
 import re
@@ -32,9 +34,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import setproctitle
 import torch
 from aiohttp import web
+from safetensors.torch import load_file
 
-from configs.lib.broadcast import WeightReceiver
-from configs.lib.client import as_template_sees
+from configs.tiny_model import as_template_sees
+from trainer import LoRALinear, WeightReceiver
 
 FAKE = json.loads(os.environ.get("FAKE", "{}"))
 
@@ -47,6 +50,7 @@ class Runner:
 
         self.network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
         self.tokenizer, self.model, self.num_syncs = AutoTokenizer.from_pretrained(path), SimpleNamespace(), 0
+        self.adapters = {}  # name: the seed of its samples, its layers' scale and tensors
         if template:
             self.tokenizer.chat_template = Path(template).read_text()
 
@@ -61,36 +65,50 @@ class Runner:
             if not FAKE.get("discard"):
                 params[name].copy_(tensor)
 
-    @torch.no_grad()
-    def sample(self, ids, n, max_tokens, temperature):
-        """-> n lists of (token, logprob), ended by the end-of-sequence token if it comes."""
+    def load_adapter(self, name, path):
+        about = json.loads(Path(path, "adapter_config.json").read_text())
+        file, layers = Path(path, "adapter_model.safetensors"), {}
+        for key, tensor in load_file(file).items():
+            layer, _, factor = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
+            layers.setdefault(layer, {})[factor] = tensor
+        self.adapters[name] = zlib.crc32(file.read_bytes()), about["lora_alpha"] / about["r"], layers
+
+    def use(self, name):
+        """Computes with this adapter, or with the base alone -> a seed that these weights alone have."""
+        seed, scale, layers = self.adapters.get(name, (0, 0.0, {}))
+        for layer, module in self.network.named_modules():
+            if layer in layers:
+                module.__class__, module.scale, module.dropout = LoRALinear, scale, 0.0
+                vars(module).update(layers[layer])
+            elif isinstance(module, LoRALinear):
+                module.__class__ = torch.nn.Linear
         weights = next(self.network.parameters()).detach().view(torch.uint8).numpy().tobytes()
-        seed = torch.Generator().manual_seed(zlib.crc32(str(ids).encode() + weights))
+        return zlib.crc32(weights, seed)
+
+    @torch.no_grad()
+    def sample(self, name, ids, n, max_tokens, temperature, ignore_eos=False):
+        """-> n lists of (token, logprob), ended by the end-of-sequence token if it comes."""
+        draw = torch.Generator().manual_seed(zlib.crc32(str(ids).encode(), self.use(name)))
         rows, logps = torch.tensor([ids] * n), []
         for _ in range(max_tokens):
             log_p = (self.network(rows).logits[:, -1].float() / temperature).log_softmax(-1)
-            token = torch.multinomial(log_p.exp(), 1, generator=seed)
+            token = torch.multinomial(log_p.exp(), 1, generator=draw)
             rows, logps = torch.cat([rows, token], 1), [*logps, log_p.gather(1, token)]
-            if (rows[:, len(ids) :] == self.tokenizer.eos_token_id).any(1).all():
+            if not ignore_eos and (rows[:, len(ids) :] == self.tokenizer.eos_token_id).any(1).all():
                 break
-        out = []
+        out, eos = [], self.tokenizer.eos_token_id
         for tokens, row in zip(rows[:, len(ids) :].tolist(), torch.cat(logps, 1).tolist()):
-            end = (
-                tokens.index(self.tokenizer.eos_token_id) + 1 if self.tokenizer.eos_token_id in tokens else len(tokens)
-            )
+            end = len(tokens) if ignore_eos or eos not in tokens else tokens.index(eos) + 1
             out.append((tokens[:end], row[:end]))
         return out
-
-    @torch.no_grad()
-    def score(self, ids):
-        log_p = self.network(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-        return [None, *({str(t): {"logprob": log_p[i, t].item()}} for i, t in enumerate(ids[1:]))]
 
 
 def start_engine():
     """-> its pid. It has nothing to do but to be there."""
     if pid := os.fork():
         return pid
+    if not FAKE.get("orphan"):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as configs/__init__.py; a fork does not inherit it
     setproctitle.setproctitle("VLLM::EngineCore")  # as vLLM does; it overwrites /proc/self/environ
     while True:
         time.sleep(3600)
@@ -100,31 +118,35 @@ class Server(WeightReceiver):
     def __init__(self, args, engine):
         self.engine = engine
         dtype = getattr(torch, args.dtype)
-        self.args, self.rank, self.device, self.model_runner = (
-            args,
-            0,
-            torch.device("cpu"),
-            Runner(args.model, dtype, args.chat_template),
-        )
+        self.args, self.rank, self.device = args, 0, torch.device("cpu")
+        self.model_runner = Runner(args.model, dtype, args.chat_template)
         lora = object() if args.enable_lora else None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
         self.lock, self.running, self.num_requests, self.most, self.now = asyncio.Lock(), asyncio.Event(), 0, 0, 0
         self.running.set()
 
+    def reload_weights(self, **kwargs):  # as vLLM's worker has it
+        self.model_runner.reload_weights(**kwargs)
+
+    def names(self):
+        return [self.args.served_model_name, *self.model_runner.adapters]
+
     async def models(self, request):
-        return web.json_response(
-            {"data": [{"id": self.args.served_model_name, "max_model_len": self.args.max_model_len}]}
-        )
+        about = {"max_model_len": self.args.max_model_len}
+        return web.json_response({"data": [{"id": name} | about for name in self.names()]})
+
+    async def load_adapter(self, request):
+        body = await request.json()
+        self.model_runner.load_adapter(body["lora_name"], body["lora_path"])
+        return web.Response(text="Success")
+
+    async def unload_adapter(self, request):
+        del self.model_runner.adapters[(await request.json())["lora_name"]]
+        return web.Response(text="Success")
 
     async def health(self, request):
-        return web.json_response(
-            {
-                "requests": self.num_requests,
-                "most": self.most,
-                "paused": not self.running.is_set(),
-                "syncs": self.model_runner.num_syncs,
-            }
-        )
+        found = {"requests": self.num_requests, "most": self.most, "paused": not self.running.is_set()}
+        return web.json_response(found | {"syncs": self.model_runner.num_syncs})
 
     async def fake(self, request):
         FAKE.clear()
@@ -161,13 +183,30 @@ class Server(WeightReceiver):
         result = await asyncio.to_thread(getattr(self, body["method"]), *body["args"])
         return web.json_response({"results": [result]})
 
+    def ids_of(self, body):
+        tokenizer = self.model_runner.tokenizer
+        if "messages" not in body:
+            return tokenizer.encode(body["prompt"])
+        more = body.get("chat_template_kwargs") or {}
+        messages = [as_template_sees(message) for message in body["messages"]]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
+
+    def canary(self, name, body):
+        """What the policy says after rows of token ids."""
+        choices = []
+        for i, ids in enumerate(body["prompt"]):
+            ((said, logps),) = self.model_runner.sample(name, ids, 1, body["max_tokens"], 1.0, True)
+            choices.append({"index": i, "token_ids": said, "logprobs": {"token_logprobs": logps}})
+        return choices
+
     async def generate(self, request):
         begun, body, is_chat = time.monotonic(), await request.json(), request.path.endswith("/chat/completions")
         await self.answers()
-        if "prompt_logprobs" in body:
-            return web.json_response({"choices": [
-                {"index": i, "prompt_logprobs": self.model_runner.score(ids)} for i, ids in enumerate(body["prompt"])
-            ]})  # fmt: skip
+        if (name := body.get("model") or self.args.served_model_name) not in self.names():
+            return web.json_response({"error": f"The model {name} does not exist."}, status=404)
+        if "ignore_eos" in body:
+            async with self.lock:
+                return web.json_response({"choices": self.canary(name, body)})
         if log := FAKE.get("log"):
             with open(log, "a") as f:
                 f.write(json.dumps(body) + "\n")
@@ -187,17 +226,14 @@ class Server(WeightReceiver):
         await asyncio.sleep(3600 if fault == "hang" else FAKE.get("generate_s", 0) + slow * ("total_s" not in FAKE))
         await self.running.wait()
         tokenizer = self.model_runner.tokenizer
-        if is_chat:
-            more = body.get("chat_template_kwargs") or {}
-            messages = [as_template_sees(message) for message in body["messages"]]
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
-        else:
-            ids = tokenizer.encode(body["prompt"])
-        if len(ids) + body["max_tokens"] > self.args.max_model_len:
-            return web.json_response({"error": f"{len(ids)} + {body['max_tokens']} tokens are too many"}, status=400)
+        ids = self.ids_of(body)
+        room, asked = self.args.max_model_len - len(ids), body.get("max_tokens") or 16
+        if room <= 0 or asked > self.args.max_model_len:
+            text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {len(ids)} + {asked}"
+            return web.json_response({"error": {"message": text}}, status=400)
         async with self.lock:
             outs = await asyncio.to_thread(
-                self.model_runner.sample, ids, body["n"], body["max_tokens"], body["temperature"]
+                self.model_runner.sample, name, ids, body.get("n") or 1, min(asked, room), body.get("temperature", 1.0)
             )
         if total := FAKE.get("total_s"):  # this long in all, sampling included
             await asyncio.sleep(begun + total + slow - time.monotonic())
@@ -218,7 +254,6 @@ class Server(WeightReceiver):
                 choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
             choices.append(choice)
         self.now -= 1
-        ids = [token + FAKE.get("shift", 0) for token in ids]
         return web.json_response({"choices": choices, "prompt_token_ids": ids})
 
 
@@ -250,6 +285,7 @@ def main():
     app.add_routes([web.get("/v1/models", server.models), web.get("/health", server.health)])
     posts = {"/pause": server.pause, "/resume": server.resume, "/collective_rpc": server.rpc, "/fake": server.fake}
     posts |= {"/v1/chat/completions": server.generate, "/v1/completions": server.generate}
+    posts |= {"/v1/load_lora_adapter": server.load_adapter, "/v1/unload_lora_adapter": server.unload_adapter}
     app.add_routes([web.post(path, handler) for path, handler in posts.items()])
     web.run_app(app, host="127.0.0.1", port=args.port, print=None, access_log=None, shutdown_timeout=0.5)
 

@@ -2,7 +2,7 @@
 
 import json
 
-from configs.lib.broadcast import WeightReceiver
+from trainer import WeightReceiver
 
 
 class StaleHead(WeightReceiver):

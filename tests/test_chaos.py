@@ -1,6 +1,7 @@
 """200 random mixes of bad rewards, tool calls and replies: the loss stays finite or the run ends with exit code 4, and
 every rollout is counted once."""
 
+import asyncio
 import json
 import random
 import time
@@ -9,11 +10,12 @@ from collections import Counter
 import pytest
 import torch
 from conftest import RUN_TOML, all_batches, lines, orchestrate, some
+from tiny_model import as_template_sees
 
+import orchestrator
 import trainer
-from configs.lib import client as client_module
-from configs.lib.runtime import RunError, load_config
-from env import Rubric, ToolEnv
+from configs import RunError, load_config
+from env import Rubric, ToolEnv, Truncated
 
 REWARDS = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1", "true": True,
@@ -32,8 +34,8 @@ FAULTS = ["logprobs none", "logprobs nan", "logprobs -inf", "logprobs short", "l
 class Chaos:
     """An environment and a server that misbehave, each time otherwise, as often as `share` says."""
 
-    def __init__(self, seed):
-        self.rng = random.Random(seed)
+    def __init__(self, seed, tokenizer):
+        self.rng, self.tokenizer = random.Random(seed), tokenizer
         self.share = self.rng.choice([0.0, 0.1, 0.3, 0.6, 0.95])
         self.issued = 0
 
@@ -64,16 +66,18 @@ class Chaos:
         return ToolEnv(rows, [number], max_turns=3, max_output=40, rubric=rubric)
 
     async def post(self, client, server, path, body):
-        import asyncio
-
         fault = self.rng.choice(FAULTS) if self.bad() else ""
         if fault == "raise":
             raise ConnectionError("the server is gone")
         if fault == "hang":
             await asyncio.sleep(5)
-        prompt_ids = client.tokenize(body["messages"], body["tools"])
-        assert len(prompt_ids) + body["max_tokens"] <= client.cfg.run.max_seq_len
-        choices = [self.choice(i, body["max_tokens"], fault) for i in range(body["n"])]
+        messages = [message | {"content": message["content"].encode(errors="replace").decode()}
+                    for message in map(as_template_sees, body["messages"])]  # fmt: skip
+        prompt_ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        room = client.cfg.run.max_seq_len - len(prompt_ids)
+        if room < 1:
+            raise Truncated
+        choices = [self.choice(i, min(body["max_tokens"], room), fault) for i in range(body["n"])]
         return {"choices": [] if fault == "no choices" else choices, "prompt_token_ids": prompt_ids}
 
     def choice(self, i, max_tokens, fault):
@@ -103,9 +107,7 @@ class Chaos:
 def policy(models, tmp_path_factory):
     path = tmp_path_factory.mktemp("chaos") / "chaos.toml"
     path.write_text(RUN_TOML.format(model=models["untied"], out=path.parent, steps=1, env='[env]\nid = "think_env"'))
-    cfg = load_config(path)
-    policy = trainer.build_policy(cfg, torch.device("cpu"), 1)
-    return policy, [p for p in policy.parameters() if p.requires_grad]
+    return trainer.build_policy(load_config(path))
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +124,12 @@ def test_random_mixes(block, policy, tokenizer, models, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
     ends = Counter()
     for seed in range(20 * block, 20 * block + 20):
-        ends[one_mix(seed, policy, models, tmp_path / str(seed), monkeypatch)] += 1
+        chaos = Chaos(seed, tokenizer)
+        ends[one_mix(seed, chaos, policy, models, tmp_path / str(seed), monkeypatch)] += 1
     assert sum(ends.values()) == 20 and ends["trained"] >= 5, ends
 
 
-def one_mix(seed, policy, models, path, monkeypatch):
+def one_mix(seed, chaos, policy, models, path, monkeypatch):
     path.mkdir()
     env = '[env]\nid = "think_env"\n[inference.args]\nenable_auto_tool_choice = true'
     (path / "run.toml").write_text(RUN_TOML.format(model=models["untied"], out=path, steps=1, env=env))
@@ -137,8 +140,7 @@ def one_mix(seed, policy, models, path, monkeypatch):
         'inference.urls=["http://x"]',
     ]
     cfg = load_config(path / "run.toml", [*more, "inference.allow_remote=true", f"seed={seed}"])
-    chaos = Chaos(seed)
-    monkeypatch.setattr(client_module.Client, "post", lambda self, *args: chaos.post(self, *args))
+    monkeypatch.setattr(orchestrator.Client, "post", lambda self, *args: chaos.post(self, *args))
     monkeypatch.setattr("orchestrator.load_environment", lambda *args: chaos.environment())
     try:
         run_dir = orchestrate(cfg)
@@ -153,16 +155,12 @@ def one_mix(seed, policy, models, path, monkeypatch):
         assert m["rollout/errors"] == sum(v for k, v in m.items() if k.startswith("error/"))
         assert all(r["reward"] is None for r in failed) and all(abs(r["reward"]) <= 2 for r in scored)
         groups = Counter(r["group"] for r in mine)
-        assert (
-            set(groups.values()) == {4}
-            and len(groups) == m["group/kept"] + m["group/flat"] + m["group/failed"] + (m["group/empty"])
-        )
+        kept_or_not = sum(m[f"group/{why}"] for why in ("kept", "flat", "failed", "empty"))
+        assert set(groups.values()) == {4} and len(groups) == kept_or_not
         trained = {(s["group"], s["rollout"]) for s in batch.samples}
         assert trained <= {(r["group"], r["rollout"]) for r in scored if not r["dropped"]}
-        net, params = policy
-        metrics, _ = trainer.train_step(
-            net, None, torch.optim.AdamW(params, 1e-4), batch, n, cfg, 0, 1, torch.device("cpu")
-        )
+        params = list(trainer.trained(policy).values())
+        metrics, _ = trainer.train_step(policy, torch.optim.AdamW(params, 1e-4), batch, n, cfg)
         assert metrics["loss"] == metrics["loss"] and abs(metrics["loss"]) < 1e3 and not metrics["optim/skipped"]
         assert all(p.isfinite().all() for p in params)
     json.dumps(rollouts, allow_nan=False)

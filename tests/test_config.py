@@ -2,15 +2,16 @@
 
 import re
 import subprocess
+import sys
 import time
 import tomllib
-from collections import namedtuple
-from pathlib import Path
 
+import old_names
 import pytest
 from conftest import BASE, ROOT, launch
 
-from configs.lib.runtime import RunError, load_config
+import configs
+from configs import RunError, load_config
 
 VF_RL = """
 model = "Qwen/Qwen3-4B-Instruct-2507"
@@ -62,8 +63,8 @@ def test_the_documents_vf_rl_file(tmp_path):
     )  # vf-rl's recipe
 
 
-# Every [trainer.args] name of documents 002 and 003 and every GRPOTrainer name of 000 and 001: what it becomes, or None
-# where it is refused with what to write instead.
+# Names that vf-rl's and TRL's documents use under [trainer.args]: what they become, or None where they are refused with
+# what to write instead.
 OLD_NAMES = {
     'run_name = "x"': ("run", "run_name", "x"),
     "micro_batch_size = 2": ("trainer", "micro_batch_size", 2),
@@ -111,9 +112,15 @@ OLD_NAMES = {
     "ref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1": ("trainer", "ref_sync_steps", 9),
     "ref_model_sync_steps = 100\nbeta = 0.1": ("trainer", "ref_sync_steps", 100),
     "ref_model_mixup_alpha = 0.25": ("trainer", "ref_sync_alpha", 0.25),
-    'loss_type = "dr_grpo"': ("trainer", "loss", "dr_grpo"),
-    "epsilon = 0.1": ("trainer", "epsilon", 0.1),
-    "delta = 4.0": ("trainer", "delta", 4.0),
+    "ref_model_mixup_alpha = 0.25\nsync_ref_model = true\nbeta = 0.1": ("trainer", "ref_sync_alpha", 0.25),
+    "sync_ref_model = true\nbeta = 0.2": ("trainer", "ref_sync_alpha", 0.6),
+    'loss = "grpo"': ("trainer", "loss", "grpo"),  # a name of ours
+    'loss_type = "grpo"': None,
+    'loss_type = "bnpo"': None,
+    'loss_type = "sapo"': None,
+    'loss_type = "cispo"': None,  # without its cap
+    'importance_sampling_level = "token"': ("trainer", "loss", "cispo"),
+    'importance_sampling_level = "sequence"': None,
     "num_batches_ahead = 0": ("orchestrator", "max_staleness", 0),
     "mask_truncated_completions = true": ("orchestrator", "mask_truncated_completions", True),
     "zero_truncated_completions = true": ("orchestrator", "zero_truncated_completions", True),
@@ -155,72 +162,62 @@ def test_old_names_are_accepted_or_refused_with_the_new_one(line, tmp_path):
         assert e.value.code == 2 and f"trainer.args.{line.split()[0]}" in str(e.value) and len(str(e.value)) > 50
 
 
-def test_documents_names_are_all_covered():
-    """The names above are those that the documents use; a new one in the schema's [renamed] is tested here too."""
-    schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
+LOSSES = {  # TRL's names of a loss and its clip range -> loss, epsilon, epsilon_high, ratio_cap, delta here; 0: its own
+    "": ("cispo", 0, 0, 5.0, 0),
+    'loss_type = "dapo"': ("grpo", 0.2, 0.2, 5.0, 0),
+    'loss_type = "dr_grpo"': ("dr_grpo", 0.2, 0.2, 5.0, 0),
+    'loss_type = "dapo"\nepsilon = 0.1': ("grpo", 0.1, 0.1, 5.0, 0),
+    'epsilon_high = 0.28\nloss_type = "dapo"': ("grpo", 0.2, 0.28, 5.0, 0),
+    'epsilon_high = 0.28\nepsilon = 0.1\nloss_type = "dr_grpo"': ("dr_grpo", 0.1, 0.28, 5.0, 0),
+    'loss_type = "cispo"\nepsilon_high = 2.0': ("cispo", 0, 0, 2.0, 0),
+    "epsilon = 0.1": ("grpo", 0.1, 0.1, 5.0, 0),  # TRL's default is dapo
+    "delta = 4.0": ("grpo", 0.2, 0.2, 5.0, 4.0),
+    'loss = "cispo"\nepsilon_high = 2': ("cispo", 0, 0, 2.0, 0),
+    'loss = "losses:gspo"\nepsilon = 1e-3': ("losses:gspo", 1e-3, 1e-3, 5.0, 0),
+}
+
+
+@pytest.mark.parametrize("lines", LOSSES)
+def test_losses_of_trl_keep_their_meaning(lines, tmp_path):
+    text = f'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\nseed = 0\n{lines}\n'
+    t = load(tmp_path, text).trainer
+    assert (t.loss, t.epsilon, t.epsilon_high, t.ratio_cap, t.delta) == LOSSES[lines]
+
+
+def test_what_is_given_by_our_name_holds(tmp_path):
+    text = 'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\nloss_type = "cispo"\neval_strategy = "steps"\n'
+    cfg = load(tmp_path, text, "trainer.ratio_cap=3", "eval.every=9")
+    assert cfg.trainer.ratio_cap == 3.0 and cfg.eval.every == 9
+    assert load(tmp_path, text, "trainer.loss=grpo").trainer.loss == "grpo"
+
+
+def test_old_names_are_tested_and_lead_to_keys_that_there_are():
     tested = {line.split()[0] for line in OLD_NAMES}
-    assert set(schema["refused"]) - tested <= {
+    names = {name for name in old_names.REFUSED if isinstance(name, str)}
+    assert names - tested <= {
         "num_epochs", "num_train_epochs", "gae_lambda", "scale_rewards", "shuffle_dataset", "vllm_server_host",
         "vllm_server_port", "use_liger_kernel",
     }  # fmt: skip
-    flat = {name for table in schema.values() if isinstance(table, dict) for name in table}
-    for old, new in schema["renamed"].items():
-        assert new.rpartition(".")[2] in flat | set(schema), (old, new)
+    schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
+    known = set(configs.flatten(schema))
+    meant = {key for values in old_names.VALUES.values() for keys in values.values() for key in keys}
+    assert {*old_names.RENAMED.values(), *meant} <= known
 
 
 def test_vllms_flags_may_have_dashes(tmp_path):
     text = 'model = "m"\n[env]\nid = "reverse_text"\n[inference]\ngpus = 2\nargs = { tensor-parallel-size = 2 }\n'
     assert load(tmp_path, text).inference.args == {"tensor_parallel_size": 2}
-    with pytest.raises(RunError, match="no multiple of inference.args.tensor_parallel_size = 2"):
+    with pytest.raises(RunError, match="multiple of inference.args.tensor_parallel_size = 2"):
         load(tmp_path, text.replace("gpus = 2", "gpus = 3"))
     with pytest.raises(RunError, match="max_model_len.*: set by launch.sh"):
         load(tmp_path, text.replace("tensor-parallel-size", "max-model-len"))
 
 
-def test_what_is_resolved_is_toml_again(tmp_path):
-    from configs.lib.for_launch import toml_table
-
-    args = {"system_prompt": 'Reply "so" \U0001f600\n', "ü": [1, True]}
-    table = load(tmp_path, 'model = "m"\n[env]\nid = "reverse_text"\n').env[0]._replace(args=args)
-    assert tomllib.loads(toml_table("env", table))["env"]["args"] == args
-
-
-def test_prepare_makes_the_tomls_model_and_no_other(tmp_path, capsys):
-    from configs.lib.for_launch import main
-
-    path = tmp_path / "run.toml"
-    path.write_text(f'model = "here"\nprepare = "make.py"\noutput_dir = "{tmp_path}"\n[env]\nid = "reverse_text"\n')
-    for more, made in (([], "make.py"), (["model=Qwen/Qwen3-0.6B"], "''")):
-        main([str(tmp_path), str(path), *more])
-        assert f"\nPREPARE={made}\n" in capsys.readouterr().out
-
-
-PRIME_RL = """
-inference_gpu_ids = [0]
-trainer_gpu_ids = [1]
-max_steps = 500
-[model]
-name = "Qwen/Qwen3-4B-Instruct-2507"
-[trainer.optim]
-lr = 1e-5
-[trainer.model.experimental.lora]
-rank = 8
-[orchestrator]
-batch_size = 512
-seq_len = 4096
-[[orchestrator.env]]
-id = "primeintellect/wiki-search"
-"""
-
-
-def test_prime_rl_files_are_refused_key_by_key(tmp_path):
-    with pytest.raises(RunError, match="prime-rl") as e:
-        load(tmp_path, PRIME_RL)
-    moved = {"model.name": "model", "trainer.optim": "trainer.learning_rate", "orchestrator.seq_len": "max_seq_len"}
-    moved |= {"orchestrator.env": "env.id", "inference_gpu_ids": "inference.gpus", "trainer.model": "lora_rank"}
-    for old, new in moved.items():
-        assert re.search(rf"^  {re.escape(old)} -> .*{re.escape(new)}", str(e.value), re.M), old
-    assert e.value.code == 2
+def test_files_of_prime_rl_are_told_so(tmp_path):
+    for lines in ("inference_gpu_ids = [0]\n", "[trainer.optim]\nlr = 1e-5\n", "[wandb]\nproject = 'p'\n"):
+        with pytest.raises(RunError, match="prime-rl") as e:
+            load(tmp_path, f'{lines}[model]\nname = "m"\n[[orchestrator.env]]\nid = "wiki-search"\n')
+        assert e.value.code == 2
 
 
 MUTANTS = {  # override -> what the error must name
@@ -228,6 +225,11 @@ MUTANTS = {  # override -> what the error must name
     "trainer.max_step=4": "'trainer.max_step'.*'max_steps'",
     "orchestrator.batchsize=4": "'orchestrator.batchsize'.*'orchestrator.batch_size'",
     "modle=x": "'modle'.*'model'",
+    "orchestrator.buffer=shuffle": "'orchestrator.buffer'.*orders:Difficulty",
+    "orchestrator.retire_after=3": "retire_after = 3.*orchestrator.order",
+    "orchestrator.curriculum={easy=[0, 9]}": "curriculum.*orchestrator.order",
+    "trainer.loss=gspo": "'trainer.loss'.*cispo",
+    "trainer.batch_timeout_s=9": "'trainer.batch_timeout_s'.*watchdog",
     "evl.every=3": "'evl.every'.*'.*every'",
     "trainer.args.lerning_rate=1": "'trainer.lerning_rate'.*'trainer.learning_rate'",
     "orchestrator.sampling.temprature=1": "'orchestrator.sampling.temprature'.*temperature'",
@@ -256,8 +258,6 @@ MUTANTS = {  # override -> what the error must name
     "seed=-1": "'seed'.*at least 0",
     "model=3": "'model'.*must be str",
     "model=": "'model'.*must be given",
-    "run_name=a/b": "run_name = 'a/b'",
-    "chat_template=/nowhere.jinja": "chat_template.*nowhere",
     "env.id=": "'env.id'.*must be given",
     "env.args=3": "'env.args'.*must be dict",
     "orchestrator.rollouts_per_example=1": "orchestrator.rollouts_per_example = 1",
@@ -311,50 +311,47 @@ def test_no_file_and_no_toml(tmp_path):
 def test_every_key_is_read_somewhere():
     """A key that nothing reads is a promise that nothing keeps."""
     schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
-    code = "".join(p.read_text() for p in [*ROOT.glob("*.py"), *(ROOT / "configs" / "lib").glob("*.py")])
-    top = [k for k, v in schema.items() if not isinstance(v, dict)]
-    nested = [k for t in ("env", "inference", "orchestrator", "eval", "trainer", "checkpoint") for k in schema[t]]
-    for key in {*top, *nested, *schema["orchestrator"]["sampling"]} - {"sampling"}:
-        assert re.search(rf"\.{key}\b|\[\"{key}\"\]|\"{key}\"", code), f"{key} is in defaults.toml and never read"
-
-
-def test_secrets_are_not_written_down():
-    from configs.lib.for_launch import toml_table
-
-    table = namedtuple("env", "id args")("x", {"api_key": "sk-1", "judge": {"hf_token": "hf-2"}, "max_tokens": 5})
-    args = '{ "api_key" = "REDACTED", "judge" = { "hf_token" = "REDACTED" }, "max_tokens" = 5 }'
-    assert toml_table("env", table) == f'\n[env]\nid = "x"\nargs = {args}\n'
+    del schema["limits"]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("configs/*.py"), *ROOT.glob("tools/*.py"), ROOT / "launch.sh"]
+    code = "".join(path.read_text() for path in files if path.name != "old_names.py")
+    for key in configs.flatten(schema):
+        name = key.rpartition(".")[2]
+        table = key.rpartition(".")[0] or "run"
+        assert re.search(rf"\.{name}\b|\"{name}\"|\b{table}_{name}\b", code), (
+            f"{key} is in defaults.toml and never read"
+        )
 
 
 def test_every_shipped_configuration_loads():
-    files = [p for p in (ROOT / "configs").glob("*.toml") if p.name != "defaults.toml"]
-    assert len(files) >= 2
+    files = [path for path in (ROOT / "configs").glob("*.toml") if path.name != "defaults.toml"]
+    assert len(files) >= 10
     for path in files:
         load_config(path)
 
 
-def test_resolved_configuration_says_the_same(tmp_path):
-    (tmp_path / "some.toml").write_text(VF_RL)
-    command = [
-        "bash",
-        "-c",
-        f"python3 {ROOT}/configs/lib/for_launch.py {tmp_path} {tmp_path}/some.toml "
-        f"output_dir={tmp_path} trainer.beta=0.5",
-    ]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT), "PATH": str(path_of_python())}
-    )
+def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
+    overrides = ["trainer.beta=0.5", "env.args.api_key=sk-1", "env.args.judge={hf_token='hf-2', max_tokens=5}"]
+    overrides += ["env.args.prompt='Reply \"so\" \U0001f600'", 'env.args."\u00fc"=[1, true]']
+    first = load(tmp_path, VF_RL, *overrides)
+    text = configs.to_toml(first)
+    again = load(tmp_path, text)
+    kept = first.env[0].args | {"api_key": "REDACTED", "judge": {"hf_token": "REDACTED", "max_tokens": 5}}
+    assert again.env == [first.env[0]._replace(args=kept)] and "sk-1" not in text and "hf-2" not in text
+    for table in ("run", "inference", "orchestrator", "sampling", "eval", "trainer", "checkpoint"):
+        assert getattr(again, table) == getattr(first, table)
+
+
+def for_launch(*args):
+    """What launch.sh gets -> {name: text}."""
+    command = [sys.executable, str(ROOT / "configs" / "__init__.py"), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    again, first = load_config(tmp_path / "config.toml"), load(tmp_path, VF_RL)
-    assert (
-        again.trainer == first.trainer._replace(beta=0.5)
-        and again.env == first.env
-        and again.sampling == first.sampling
-    )
-    assert again.inference == first.inference and again.orchestrator == first.orchestrator
+    return dict(line.split("=", 1) for line in done.stdout.splitlines())
 
 
-def path_of_python():
-    import sys
-
-    return f"{Path(sys.executable).parent}:/usr/bin:/bin"
+def test_what_launch_gets(tmp_path):
+    (tmp_path / "some.toml").write_text(VF_RL)
+    words = for_launch(tmp_path / "some.toml", f"output_dir={tmp_path}/a b", "inference.args.enforce_eager=false")
+    assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search')" and words["trainer_gpus"] == "(1)"
+    assert words["run_max_steps"] == "(500)" and words["sends_adapters"] == "(True)"
+    assert "--enable-auto-tool-choice --tool-call-parser hermes --no-enforce-eager" in words["inference_flags"]

@@ -1,7 +1,6 @@
-"""The six promises of the README: processes killed at exact points, hung, out of disk; and the same command again."""
+"""The promises of the README: processes killed at exact points, hung, out of disk; and the same command again."""
 
 import ast
-import asyncio
 import itertools
 import json
 import os
@@ -21,10 +20,9 @@ import torch
 from conftest import COMMIT, ROOT, free_port, lines, some, write_run
 from safetensors.torch import load_file
 
-from configs.lib import client
-from configs.lib.batch import load_batch
-from configs.lib.checkpoint import commit_directory, read_directory
-from configs.lib.runtime import RunError
+import trainer
+from configs import RunError
+from trainer import load_batch
 
 STEPS = 4
 ONE_TURN = "{ num_turns = 1, num_rows = 10 }"  # 16 groups: an epoch ends on the way
@@ -32,20 +30,20 @@ OVERRIDES = (
     f"max_steps={STEPS}", "checkpoint.every=2", "checkpoint.keep=9", "trainer.gpus=2", "orchestrator.max_staleness=0",
     "eval.every=2",
 )  # fmt: skip
+ONE = ("trainer.gpus=1",)
 
 
 class Run:
-    """launch.sh with the fake server (or the real vLLM) in a process group of its own."""
+    """launch.sh with the fake server or the real vLLM, in a process group of its own, and all that descends from it."""
 
-    def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), port=0, **variables):
-        self.dir, self.port = path / (toml.stem if toml else "run"), port or free_port()
+    def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), **variables):
+        self.dir, self.known, self.sessions, self.ports = path / (toml.stem if toml else "run"), set(), set(), set()
         self.scratch = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-        self.tags, self.sessions = set(), set()
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
         toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
         path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides, f"inference.port={self.port}"]
+        command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides]
         env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
         with open(self.log, "w") as out:
             deaf = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored, and
@@ -68,53 +66,70 @@ class Run:
         self.wait_for(lambda: "[fault]" in self.text("trainer") + self.text("orchestrator"), timeout_s)
 
     def processes(self):
-        """{role: pid} of what carries the run's tag."""
-        lock, found = self.dir / ".lock", {"launch.sh": self.process.pid}
-        self.tags |= set(lock.read_text().split()[1:2] if lock.exists() else [])
-        tags = [f"ROLEMODEL_TAG={tag}".encode() for tag in self.tags]
+        """{role: pid} of what is alive and descends from launch.sh, did so when it was last looked for, has a session
+        with what did, or is about the run's directory."""
+        table = {}
         for place in Path("/proc").glob("[0-9]*"):
             try:
-                environ, command = (place / "environ").read_bytes(), (place / "cmdline").read_bytes().decode()
-                name, stat = (place / "comm").read_text(), (place / "stat").read_text()
+                stat, command = (place / "stat").read_text(), (place / "cmdline").read_bytes().decode(errors="replace")
             except OSError:
                 continue
-            pid, (state, _, _, session, *_) = int(place.name), stat.rpartition(")")[2].split()
-            if set(tags) & set(environ.split(b"\0")):
-                self.sessions.add(session)  # known from here on: an engine's title overwrites its environment
-            is_ours = session in self.sessions or (str(self.dir.parent) in command and pid != os.getpid())
-            if not is_ours or state == "Z":
+            (_, _, name), fields = stat.rpartition(")")[0].partition("("), stat.rpartition(")")[2].split()
+            table[int(place.name)] = name, command, *fields[:2], fields[3], fields[19]
+        ours = {pid for pid, (*_, began) in table.items() if (pid, began) in self.known} | {self.process.pid}
+        ours |= {pid for pid, row in table.items() if row[4] in self.sessions or str(self.dir.parent) in row[1]}
+        ours -= {os.getpid()}
+        while more := {pid for pid, row in table.items() if int(row[3]) in ours} - ours:
+            ours |= more
+        found = {"launch.sh": self.process.pid}
+        for pid in sorted(ours & set(table)):
+            name, command, state, _, session, began = table[pid]
+            if state == "Z":
                 continue
-            if name.startswith("VLLM::"):
-                found["engine"] = pid
-            elif "torch.distributed.run" in command:
-                found["agent"] = pid
-            elif "trainer.py" in command and (rank := re.search(rb"\0RANK=(\d)", environ)):
-                found[f"rank{int(rank[1])}"] = pid
-            elif "orchestrator.py" in command:
-                found["orchestrator"] = pid
-            elif "fake_vllm" in command or "api_server" in command:
-                found["server"] = pid
-            elif pid != self.process.pid:
-                found[f"{name.strip()} {pid}"] = pid
+            self.known.add((pid, began))
+            self.sessions.add(session)
+            try:
+                role = self.role(pid, name, command)
+            except OSError:  # it has just ended
+                continue
+            if role == "server":
+                self.ports.add(int(command.split("\0--port\0")[1].split("\0")[0]))
+            if pid != self.process.pid:
+                found[role or f"{name} {pid} {command[:200]}"] = pid
         return found
 
+    def role(self, pid, name, command):
+        words = command.split("\0")
+        if name.startswith("VLLM::Engine"):
+            return "engine"
+        if "torch.distributed.run" in words:
+            return "agent"
+        if any(word.endswith("trainer.py") for word in words):
+            rank = re.search(r"\0RANK=(\d)", environ_of(pid))
+            return f"rank{rank[1]}" if rank else ""
+        if "orchestrator.py" in words:
+            return "orchestrator"
+        is_server = any(word.endswith(("fake_vllm.py", "api_server")) for word in words)
+        return "server" if is_server and "--port" in words else ""
+
     def kill(self, role, signal_number=signal.SIGKILL):
-        """-> when."""
+        """-> its pid."""
         pid = self.wait_for(lambda: self.processes().get(role))
         os.kill(pid, signal_number)
-        return time.monotonic()
+        return pid
 
     def end(self, code, timeout_s=120):
         """Waits for the end -> the last line on standard error."""
         deadline = time.monotonic() + timeout_s
         while self.process.poll() is None and time.monotonic() < deadline:
-            self.processes()  # learns the sessions, by which an engine is known that is left behind
+            self.processes()  # learns who descends from it
             time.sleep(0.2)
         assert self.process.wait(0.1) == code, f"{self.process.returncode}\n{self.text()}{self.text('trainer')[-3000:]}"
         return (self.text().strip().splitlines() or [""])[-1]
 
     def assert_clean(self, within_s=15):
-        """No process, port or temporary file of the run is left."""
+        """No process, port or temporary file of the run is left. Where launch.sh itself was killed, temporary files
+        are, in the run's directory, until the next start."""
         deadline = time.monotonic() + within_s
         while left := self.left():
             assert time.monotonic() < deadline, left
@@ -124,18 +139,28 @@ class Run:
 
     def left(self):
         processes = {role: pid for role, pid in self.processes().items() if role != "launch.sh"}
-        files = [*self.dir.rglob("*.tmp"), *self.dir.rglob("*.reserve"), *self.dir.rglob("*.new")]
-        files += [*self.dir.rglob("adapters"), *self.dir.rglob("eval_hold"), *self.scratch.iterdir()]
-        with socket.socket() as s:
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            busy = s.connect_ex(("127.0.0.1", self.port)) == 0
-        return [x for x in (processes, files, busy and self.port) if x]
+        files = list(self.scratch.iterdir())
+        if self.process.poll() != -signal.SIGKILL:
+            files += [path for name in ("*.tmp", "tmp", "adapters") for path in self.dir.rglob(name)]
+        busy = [port for port in self.ports if is_taken(port)]
+        return [x for x in (processes, files, busy) if x]
+
+
+def environ_of(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:  # it has just ended
+        return ""
+
+
+def is_taken(port):
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) == 0
 
 
 def committed(run_dir):
     """[(step, environment, index, row)] of all groups in rollouts.jsonl, which holds committed batches alone."""
-    found = {(x["step"], x["env"], x["group"], x["example"]): x["dropped"] for x in lines(run_dir / "rollouts.jsonl")}
-    return sorted(found)
+    return sorted({(x["step"], x["env"], x["group"], x["example"]) for x in lines(run_dir / "rollouts.jsonl")})
 
 
 def assert_history(run_dir, steps):
@@ -181,47 +206,52 @@ def assert_resumes(path, model, undisturbed, *overrides):
     assert all(mine[key].equal(theirs[key]) for key in theirs)
 
 
-# --- 1, 3, 5: kill anything, anywhere, and the same command carries on -----------------------------------------------
+# --- kill anything, anywhere, and the same command carries on ---------------------------------------------------------
 
-PHASES = {
-    "startup": "start_trainer:sleep:60@0,0", "gen": "gen:sleep:60@0,2", "fwd": "fwd:sleep:60@0,3",
-    "bcast": "bcast:sleep:60@0,3", "ckpt": "ckpt_before_rename:sleep:60@0,2",
-}  # fmt: skip
+PHASES = {"startup": "start_trainer@0,0:0", "gen": "gen@0,2:0", "fwd": "fwd@0,3:0", "bcast": "bcast@0,3:0",
+          "ckpt": "ckpt_before_rename@0,2:0"}  # fmt: skip
 ROLES = ("server", "engine", "orchestrator", "rank0", "rank1", "agent", "launch.sh")
 NAMES = {"server": "inference", "engine": "inference", "rank0": "trainer", "rank1": "trainer", "agent": "trainer"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", some(list(itertools.product(ROLES, PHASES)), 1))
+@pytest.mark.parametrize("cell", some(list(itertools.product(ROLES, PHASES)), 1), ids="-".join)
 def test_kill_matrix(cell, models, undisturbed, tmp_path):
+    """A server is killed whose engine outlives it."""
     role, phase = cell
-    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=PHASES[phase])
+    fake = {"FAKE": '{"orphan": true}'} if role == "server" else {}
+    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=PHASES[phase], **fake)
     run.fault()
-    killed = run.kill(role)
+    if phase == "startup":
+        run.wait_for(lambda: "engine" in run.processes())
+        time.sleep(1.2)  # launch.sh looks for engines twice a second
+    pid, killed = run.kill(role), time.monotonic()
     if role == "launch.sh":
         run.end(-signal.SIGKILL)
     else:
         last = run.end(3)
         name = NAMES.get(role, role)
-        assert re.match(rf"\[launch\] role={name} pid=\d+( \(rank \d\))? exit=3 .+ log=.*/{name}.log$", last), last
+        assert re.match(rf"\[launch\] role={name} pid=\d+( rank=\d)? exit=3 .+ log=.*/{name}.log$", last), last
+        if role.startswith("rank"):
+            assert re.search(rf"a rank was killed, exitcode *: -9 \(pid: {pid}\)", last), (pid, last)
     assert time.monotonic() - killed < 30
     run.assert_clean()
     assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
-POINTS = ("ckpt_write", "ckpt_before_rename", "ckpt_after_rename")
+POINTS = ("ckpt_write@0,2", "ckpt_write@1,2", "ckpt_before_rename@0,2", "ckpt_after_rename@0,2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("point", some(POINTS, 0))
 def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, models, undisturbed, tmp_path):
     """Twice at the same step: the second save meets what the first one left."""
-    for _ in range(1 if point == "ckpt_after_rename" else 2):
-        run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=f"{point}:kill9@0,2")
-        run.end(3)
+    for _ in range(1 if "after" in point else 2):
+        run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=f"{point}:9")
+        assert re.search(r"role=trainer .*a rank was killed, exitcode *: -9 \(pid: \d+\)", run.end(3))
         run.assert_clean()
         names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
-        assert names == (["step_000002"] if point == "ckpt_after_rename" else [])
+        assert names == (["step_000002"] if "after" in point else [])
     assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
@@ -229,82 +259,91 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, 
 @pytest.mark.long
 def test_the_launcher_restarts_while_it_gets_further(models, undisturbed, tmp_path):
     """A fault at a step that is passed once, since the batch is then committed; then one that never is."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, MAX_RESTARTS="3", FAULT="gen:kill9@0,2")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, MAX_RESTARTS="3", FAULT="gen@0,2:9")
     last = run.end(3)
     assert "restart after version 2, 2 left" in run.text() and run.text().count("restart after") == 1, run.text()
-    assert "role=orchestrator" in last
+    assert "role=orchestrator" in last and "killed by SIGKILL" in last
     run.assert_clean()
     assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
-# --- 1, 2: every wait ends -------------------------------------------------------------------------------------------
+# --- the watchdog, and servers that fail ------------------------------------------------------------------------------
 
-ONE = ("trainer.gpus=1",)
-SHORT = (
-    "trainer.batch_timeout_s=5", "trainer.sync_timeout_s=5", "orchestrator.version_timeout=9",
-    "orchestrator.generation_timeout=5", "inference.startup_timeout=30", "eval.hold_s=1",
-)  # fmt: skip
-HANGS = ["fwd@1,2", "bwd@0,2", "opt@1,2", "gather@1,2", "bcast@0,2", "ckpt_write@0,2", "ckpt_after_rename@0,2"]
-HANGS += ["gen@0,2", "batch_write@0,2", "start_orchestrator@0,0", "start_trainer@1,0"]
+SHORT = ("watchdog=8", "inference.startup_timeout=60", "eval.hold_s=1")
+BLOCKS = '{ kind = "blocks" }'  # its method never lets the event loop go on, while a thread prints without end
+HANGS = {
+    "a rank": ("fwd@1,2:19", ONE_TURN, "trainer", "in fault"),
+    "a server": ("", ONE_TURN, "inference", "run_app"),
+    "the event loop": ("", BLOCKS, "orchestrator", "in env_response"),
+}
+STOPS = ["bwd@0,2", "opt@1,2", "gather@1,2", "bcast@0,2", "ckpt_write@0,2", "ckpt_after_rename@0,2", "gen@0,2"]
+STOPS += ["batch_write@0,2", "start_trainer@1,0"]
+HANGS |= {p: (f"{p}:19", ONE_TURN, "orchestrator" if p[0] in "bg" and "wd@" not in p else "trainer", "") for p in STOPS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", some(HANGS, 1))
-def test_a_hung_role_ends_the_run_with_its_stack(at, models, tmp_path):
-    point, where = at.split("@")
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, FAULT=f"{point}:stop@{where}")
-    run.fault()
-    stopped = time.monotonic()
+@pytest.mark.parametrize("who", [*list(HANGS)[:3], *some(list(HANGS)[3:], 0)])
+def test_the_watchdog_ends_what_hangs_with_all_stacks(who, models, tmp_path):
+    fault, env, log, stack = HANGS[who]
+    ranks = ONE if who in ("a server", "the event loop") else ()
+    run = Run(
+        tmp_path, None, *OVERRIDES, *SHORT, *ranks, toml=write_run(tmp_path, models["untied"], 9, env), FAULT=fault
+    )
+    if who == "a server":
+        run.wait_for(lambda: "step     1" in run.text())
+        run.kill("server", signal.SIGSTOP)
+    elif who == "the event loop":
+        run.wait_for(lambda: "still here" in run.text("orchestrator"))
+    else:
+        run.fault()
+    began = time.monotonic()
     last = run.end(3)
-    limit = 20 if not point.startswith("start") else 60  # startup_timeout counts there
-    assert time.monotonic() - stopped < limit
-    waits = {"gen": "trainer.batch_timeout_s", "batch_write": "trainer.batch_timeout_s"}
-    waits |= {
-        "start_orchestrator": "trainer.batch_timeout_s",
-        "start_trainer": "orchestrator.version_timeout|[Tt]imed out|wait timeout",
-    }
-    assert re.search(waits.get(point, "orchestrator.version_timeout"), last), last
-    log = "orchestrator" if point in ("gen", "batch_write", "start_orchestrator") else "trainer"
-    dumps = re.findall(r'Fatal Python error: Aborted\n\n.*?hread 0x(?:.|\n)*?File "', run.text(log))
-    assert dumps and ("in fault" in run.text(log)), run.text(log)[-3000:]
+    seconds = time.monotonic() - began
+    limit = 68 if who.startswith("start") else 8
+    assert limit - 3 <= seconds < limit + 25, seconds
+    message = rf"role=trainer pid=\d+ exit=3 no role made progress for {limit} s \(watchdog\): the stacks .*/logs"
+    assert re.search(message, last), last
+    dumps = re.findall(r'Fatal Python error: Aborted\n\n(?:.|\n)*?hread 0x(?:.|\n)*?File "', run.text(log))
+    assert dumps and stack in run.text(log), run.text(log)[-3000:]
+    run.assert_clean()
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, FAULT="start_orchestrator@0,0:19")
+    run.fault()
+    began, last = time.monotonic(), run.end(3)
+    assert "role=orchestrator" in last and "was not ready after 68 s" in last and time.monotonic() - began < 100
     run.assert_clean()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some([
+    ({"bias": 5.0}, "exit=5 .* a KL above 1, in steps 0 to 2"),
     ({"generate 6": "exit"}, "role=inference .*ended with status 0 before the run was done"),
-    ({"generate 6": "silent"}, r"requests wait and http://127.0.0.1:\d+ has answered none for 4 s"),
+    ({"generate 6": "silent"}, r"role=trainer .*no role made progress for 15 s \(watchdog\)"),
     ({"sync 3": "raise"}, "fault asked for: sync raises after its first tensor"),
-    ({"sync 3": "hang"}, r"broadcast over gloo, of version 1: |/collective_rpc: ReadTimeout: .*sync_timeout_s = 5"),
+    ({"sync 3": "hang"}, r"(broadcast over gloo broke|/collective_rpc: ReadTimeout): .*sync_timeout_s = 5"),
     ({"sync 3": "500"}, "no weights today"),
     ({"join": "404"}, "/collective_rpc answered 404: .*no such route"),
 ], 1))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case
-    run = Run(
-        tmp_path, models["untied"], *OVERRIDES, *SHORT, *ONE, "trainer.batch_timeout_s=20", FAKE=json.dumps(fault)
-    )
-    last = run.end(3)
+    limits = ("watchdog=15", "trainer.sync_timeout_s=5", "inference.startup_timeout=30", "eval.hold_s=1")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *limits, *ONE, FAKE=json.dumps(fault))
+    last = run.end(5 if "bias" in fault else 3)
     assert re.search(cause, last), last
-    assert len(run.text()) < 20000
-    run.assert_clean()
-
-
-@pytest.mark.slow
-def test_logprobs_far_from_the_trainers_end_the_run_with_5(models, tmp_path):
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE, FAKE='{"bias": 5.0}')
-    assert "a KL above 1, in steps 0 to 2" in run.end(5)
-    assert re.search(r"warning: step 1: KL\(sampler \|\| policy\) is \d+\.\d\d nats, .*engines disagree", run.text())
-    assert not list((run.dir / "checkpoints").glob("step_000004"))
+    assert len(run.text()) < 20000 and not list((run.dir / "checkpoints").glob("step_000004"))
     run.assert_clean()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_neither_sent_nor_written(value, tmp_path):
+def test_weights_that_are_not_finite_are_neither_sent_nor_written(value):
     tensors = {"fine": torch.ones(3), "broken": torch.tensor([1.0, value])}
-    with pytest.raises(RunError, match="step_000001: 1 of 2 tensors are not finite, the first is policy: broken") as e:
-        commit_directory(tmp_path / "step_000001", {"policy": tensors}, {"step": 1})
-    assert e.value.code == 5 and not list(tmp_path.iterdir())
+    with pytest.raises(RunError, match="version 1: 1 of 2 tensors are not finite, the first is broken") as e:
+        trainer.refuse_non_finite(tensors, "version 1")
+    assert e.value.code == 5
 
 
 @pytest.mark.slow
@@ -312,45 +351,13 @@ def test_weights_that_are_not_finite_are_neither_sent_nor_written(value, tmp_pat
 def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, models, fake_servers, tmp_path):
     """Random sleeps before each: a gather of the ranks and the broadcast to the server never wait for each other."""
     make_cfg("max_steps=300")
-    script = str(ROOT / "tests" / "sync_200.py")
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        f"--master-port={free_port()}",
-        script,
-    ]
-    command += [str(tmp_path / "test.toml"), f'inference.urls=["{fake_servers()}"]', f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += [str(ROOT / "tests" / "sync_200.py"), str(tmp_path / "test.toml"), f"output_dir={tmp_path}"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "ROLEMODEL_RUN_ID": "run"}
+    command += [f'inference.urls=["{fake_servers()}"]']
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert (tmp_path / "test" / "version").read_text() == "199"
-
-
-def test_what_blocks_the_event_loop_is_named(make_cfg, tmp_path, monkeypatch, capfd):
-    """An async function that waits without await stops everything; its stack is printed."""
-    monkeypatch.setattr(client, "LOOP_LAG", 0.3)
-    cfg, path = make_cfg("max_steps=1"), tmp_path / "version"
-    path.write_text("0")
-
-    async def blocks_everything():
-        await asyncio.sleep(1.5)
-        time.sleep(0.6)
-        path.write_text("1")
-
-    async def go():
-        await asyncio.gather(client.Client(cfg).follow(path, 30), blocks_everything())
-
-    asyncio.run(go())
-    said = capfd.readouterr().err
-    assert "Timeout (0:00:00.300000)!" in said and "in blocks_everything" in said, said
-
-
-def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
-    with pytest.raises(RunError, match="from token 0 on trainer and server read a prompt differently") as e:
-        run(1, ONE_TURN, fake={"shift": 1})
-    assert e.value.code == 2
 
 
 @pytest.mark.slow
@@ -358,7 +365,7 @@ def test_ids_that_differ_between_trainer_and_server_are_refused(run, capsys):
 def test_signals_end_the_run_in_order(when, models, tmp_path):
     run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE)
     if when == "at once":
-        run.wait_for(lambda: (run.dir / ".lock").exists() and (run.dir / ".lock").read_text().endswith("\n"))
+        run.wait_for(lambda: (run.dir / "tmp" / "progress").exists())
         time.sleep(0.3)
     else:
         run.wait_for(lambda: "step     2" in run.text())
@@ -374,7 +381,51 @@ def test_signals_end_the_run_in_order(when, models, tmp_path):
     run.assert_clean()
 
 
-# --- 3, 6: storage and the run directory -----------------------------------------------------------------------------
+# --- mistakes are found before a server starts ------------------------------------------------------------------------
+
+TASK = """
+from env import SingleTurnEnv, Rubric
+{at_import}
+def reward():
+    return 1.0
+
+def load_environment():
+    return SingleTurnEnv({rows}, rubric=Rubric([reward]))
+"""
+ROWS = '[{"question": "hello"}]'
+MISTAKES = {
+    "dataset": ({"rows": '"no_such.jsonl"'}, "", 4, r"env.id = 'mine': .*dataset: no file no_such.jsonl"),
+    "import": ({"at_import": "settings = {}['size']"}, "", 4, r"env.id = 'mine': KeyError: 'size' \(mine.py, line 3\)"),
+    "model": ({}, "model=nowhere/no-such-model", 2, "nowhere/no-such-model"),
+    "output_dir": ({}, "output_dir={toml}", 6, r"role=config .*Not a directory|exit=6 .*Not a directory"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found_before_a_server_starts(mistake, models, tmp_path):
+    """Under 8 s on two quiet cores; the cause is in the last line."""
+    given, override, code, cause = MISTAKES[mistake]
+    (tmp_path / "mine.py").write_text(TASK.format(**{"at_import": "", "rows": ROWS} | given))
+    toml = write_run(tmp_path, models["untied"], 2, '[env]\nid = "mine"')
+    began = time.monotonic()
+    run = Run(tmp_path, None, *[override.format(toml=toml)] * bool(override), toml=toml)
+    last = run.end(code)
+    seconds = time.monotonic() - began
+    print(f"{mistake}: {seconds:.1f} s: {last}")
+    assert seconds < 20 and re.search(cause, last), last
+    assert not list(tmp_path.rglob("inference.log")) and len(run.text().splitlines()) <= 33
+    run.assert_clean()
+
+
+# --- storage and the run directory ------------------------------------------------------------------------------------
+
+
+def assert_loads(path):
+    """A checkpoint's files are what state.json says."""
+    state = json.loads((path / "state.json").read_text())
+    assert state["step"] == int(path.name[5:]) and trainer.shards(path) == state["shards"] != {}
+    return state["step"]
 
 
 @pytest.mark.slow
@@ -387,21 +438,46 @@ def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, t
     )
     prefix, fault, place = ["unshare", "-rm", "sh", "-c", mount, "sh"], {}, tmp_path / "kept"
     if subprocess.run([*prefix[:4], "mount -t tmpfs none /mnt"], capture_output=True).returncode:
-        prefix, fault, place = (), {"FAULT": "ckpt_write:enospc@0,3"}, small  # namespaces are barred: say it is full
+        prefix, fault, place = (), {"FAULT": "ckpt_write@0,3:enospc"}, small  # namespaces are barred: say it is full
     run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", *ONE, prefix=prefix, **fault)
     last = run.end(6)
-    assert re.search(r"exit=6 .*(No space left|os error 28).*; [\d,]+ bytes are free in .*/run", last), last
+    assert re.search(r"exit=6 .*(No space left|os error 28)", last), last
     run.dir = place
     run.assert_clean()
     kept = sorted((place / "checkpoints").glob("step_??????"))
-    assert kept and read_directory(kept[-1])[1]["step"] == int(kept[-1].name[5:])
-    assert not list(place.rglob("*.tmp"))
+    assert kept and assert_loads(kept[-1])
 
 
-def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(tmp_path):
+def test_a_checkpoint_that_does_not_fit_ends_the_trainer_with_6(make_cfg, batches, tmp_path):
+    """What torch.distributed.checkpoint meets while it writes; the step before was trained."""
+    make_cfg()
+    small = tmp_path / "small"
+    small.mkdir()
+    command = [
+        sys.executable,
+        ROOT / "trainer.py",
+        tmp_path / "test.toml",
+        "--replay",
+        batches(1),
+        f"output_dir={small}",
+    ]
+    mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=500k none {small} || exit 77; "$@"', "sh"]
+    done = subprocess.run([*mount, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    if done.returncode == 77:
+        pytest.skip("namespaces are barred")
+    assert done.returncode == 6 and "step     0" in done.stdout, done.stderr[-3000:]
+    assert "[trainer] exit=6 OSError: [Errno 28] No space left on device" in done.stderr.splitlines()[-1]
+
+
+def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(make_cfg, tmp_path):
     """The directory as it was before each operation on files is what a kill at that moment leaves: the old or the new
     checkpoint loads, whole, never a mixture; also on top of what an earlier kill left."""
     folder, images, watching = tmp_path / "checkpoints", tmp_path / "images", False
+    folder.mkdir()
+    images.mkdir()
+    cfg = make_cfg("checkpoint.keep=1")
+    policy = trainer.build_policy(cfg)
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
 
     def hook(event, args):
         nonlocal watching
@@ -410,31 +486,24 @@ def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(tmp_path):
             shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d} {event}")
             watching = True
 
-    def save(step):
-        tensors = {name: torch.full((1000,), float(step)) for name in ("a", "b")}
-        commit_directory(folder / f"step_{step:06d}", {"policy": tensors, "adam": tensors}, {"step": step})
-
     def loads(place):
-        names = sorted(path.name for path in place.glob("step_??????"))
-        files, state = read_directory(place / names[-1])
-        values = {x for tensors in files.values() for tensor in tensors.values() for x in tensor.unique().tolist()}
-        assert set(files) == {"policy", "adam"} and values == {float(state["step"])} and names[-1][5:].isdigit()
-        return state["step"]
+        return assert_loads(max(place.glob("step_??????")))
+
+    def save(step):
+        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg, {"ledger": {}})
 
     sys.addaudithook(hook)  # for the life of the process, but idle unless watching
-    images.mkdir()
     save(1)
     watching = True
     save(2)
     watching = False
     found = [loads(place) for place in sorted(images.iterdir())]
-    assert len(found) > 10 and found == sorted(found) and set(found) == {1, 2}, found
-    (folder / "step_000002.tmp").mkdir()  # of a save that was killed, longer than the new one
-    (folder / "step_000002.tmp" / "policy.safetensors").write_bytes(b"half" * 5000)
-    (folder / "step_000002.tmp" / "more.safetensors").write_bytes(b"half")
+    assert len(found) > 5 and found == sorted(found) and set(found) == {1, 2}, found
+    (folder / "step_000002.tmp").mkdir()  # of a save that was killed
+    (folder / "step_000002.tmp" / "model-00009-of-00009.safetensors").write_bytes(b"half" * 5000)
     shutil.rmtree(folder / "step_000002")
     save(2)
-    assert loads(folder) == 2
+    assert loads(folder) == 2 and not list((folder / "step_000002").glob("*00009*"))
 
 
 def finished(path, undisturbed):
@@ -444,26 +513,29 @@ def finished(path, undisturbed):
     return path / "run"
 
 
-FILES = {name: f"checkpoints/step_000002/{name}" for name in ("policy.safetensors", "state.json", "manifest.json")}
-FILES["batch"] = "batches/step_000002.safetensors"
+FILES = {"shard": "checkpoints/step_000002/*.safetensors", "state": "checkpoints/step_000002/state.json",
+         "batch": "batches/step_000002.safetensors", "batch's header": "batches/step_000002.safetensors"}  # fmt: skip
+DAMAGES = [(name, damage) for name in FILES for damage in ("flip", "cut") if (name, damage) != ("state", "flip")]
+DAMAGES += [("shard", "remove"), ("state", "remove")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some([*itertools.product(FILES, ("flip", "cut", "remove"))][:-1], 1))
+@pytest.mark.parametrize("case", some(DAMAGES, 1), ids="-".join)
 def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undisturbed, tmp_path):
     """Never one checkpoint silently for another. (A batch that is not there is simply made.)"""
     name, damage = case
     run_dir = finished(tmp_path, undisturbed)
     shutil.rmtree(run_dir / "checkpoints" / "step_000004")
-    path = run_dir / FILES[name]
+    path = sorted(run_dir.glob(FILES[name]))[-1]
     blob = bytearray(path.read_bytes())
-    blob[len(blob) // 2] ^= 1
+    place = 4 if "header" in name else len(blob) // 2
+    blob[place] ^= 1
     path.unlink()
     if damage != "remove":
-        path.write_bytes(blob if damage == "flip" else blob[:-7])
+        path.write_bytes(blob if damage == "flip" else blob[: -7 if place > 4 else 20])
     run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE)
     last = run.end(6)
-    assert str(path.parent if name == "manifest.json" else path) in last and "is damaged" in last and "Remove" in last
+    assert str(path) in last and "is damaged" in last and "Remove" in last, last
     run.assert_clean()
 
 
@@ -472,11 +544,11 @@ def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
     run_dir = finished(tmp_path, undisturbed)
     other = Run(tmp_path, models["untied"], *OVERRIDES, "seed=5")
     assert "seed was 0, now 5" in other.end(2) and "another run_name" in other.text()
-    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE, FAULT="gen:sleep:60@0,5")
+    first = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE, FAULT="gen@0,5:0")
     first.fault()
     second = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000")
     began = time.monotonic()
-    assert "belongs to a run under way" in second.end(2) and time.monotonic() - began < 10
+    assert "belongs to a run under way" in second.end(2) and time.monotonic() - began < 12
     first.kill("launch.sh", signal.SIGTERM)
     first.end(143)
     first.assert_clean()
@@ -484,33 +556,32 @@ def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
     (run_dir / "done").write_text(str(STEPS))
     began = time.monotonic()
     again = Run(tmp_path, models["untied"], *OVERRIDES, "trainer.learning_rate=1e-4")
-    assert "already complete" in again.end(0) and time.monotonic() - began < 10
+    assert "already complete" in again.end(0) and time.monotonic() - began < 12
     again.assert_clean()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["bound", "foreign"])
-def test_a_port_in_use_is_refused(how, models, tmp_path):
+def test_a_port_in_use_is_refused_where_it_is_set(models, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        if how == "foreign":
-            s.listen()
-        run = Run(tmp_path, models["untied"], *OVERRIDES, port=s.getsockname()[1])
-        run.end(2)
-    assert f"port {run.port} is in use: set inference.port" in run.text()
+        s.listen()
+        port = s.getsockname()[1]
+        run = Run(tmp_path, models["untied"], *OVERRIDES, f"inference.port={port}")
+        assert f"port {port} is in use: leave inference.port out, or set another" in run.end(2)
 
 
-# --- 6: local, no pickle ---------------------------------------------------------------------------------------------
+# --- local, no pickle -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_every_listener_is_on_the_loopback(models, tmp_path):
     """But torchrun's own store, which PyTorch opens on every address."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE, FAULT="fwd:sleep:20@0,1")
+    run = Run(
+        tmp_path, models["untied"], *OVERRIDES, *ONE, f"inference.port={(port := free_port())}", FAULT="fwd@0,1:0"
+    )
     run.fault()
-    processes = run.processes()
     sockets = {}
-    for role, pid in processes.items():
+    for role, pid in run.processes().items():
         for fd in Path(f"/proc/{pid}/fd").iterdir():
             try:
                 if found := re.match(r"socket:\[(\d+)\]", os.readlink(fd)):
@@ -524,7 +595,7 @@ def test_every_listener_is_on_the_loopback(models, tmp_path):
             if state == "0A" and rest[5] in sockets:
                 listening.append((sockets[rest[5]], local.split(":")[0]))
     loopback = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
-    assert {role for role, _ in listening} >= {"server", "rank0"}
+    assert {role for role, _ in listening} >= {"server", "rank0"} and run.ports == {port}
     assert {role for role, address in listening if address not in loopback} <= {"agent"}, listening
     run.kill("launch.sh", signal.SIGTERM)
     run.end(143)
@@ -532,44 +603,6 @@ def test_every_listener_is_on_the_loopback(models, tmp_path):
 
 
 OURS = [*ROOT.glob("*.py"), *(ROOT / "configs").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
-
-
-# What waits, and the argument that ends it: {attribute or name: (position of the limit, its keyword)}
-WAITS = {"wait": (0, "timeout"), "result": (0, "timeout"), "join": (0, "timeout"), "get": (0, "timeout"),
-         "communicate": (1, "timeout"), "subprocess.run": (None, "timeout"), "check_output": (None, "timeout"),
-         "recv": (None, "timeout"), "barrier": (None, "timeout"), "run_until_complete": (None, "timeout"),
-         "init_process_group": (None, "timeout"), "TCPStore": (4, "timeout"), "urlopen": (2, "timeout"),
-         "httpx.Client": (None, "timeout"), "AsyncClient": (None, "timeout"), "AsyncOpenAI": (None, "timeout"),
-         "OpenAI": (None, "timeout")}  # fmt: skip
-BOUNDED = {  # by something else: what, and why
-    "jobs[i].result": "is done already",
-    "task.result": "is done already",
-    "call.result": "of an HTTP call with sync_timeout_s",
-    "reply.result": "of an HTTP call with sync_timeout_s",
-    "FAILED.get": "a context variable",
-    "process.wait": "is killed already",
-    "tiny_model.py:subprocess.run": "launch.sh ends it after prepare_timeout",
-}
-
-
-def test_every_wait_has_a_limit():
-    """No wait() or its like without a time limit: a role that is stuck has to say so."""
-    found = []
-    for path in OURS:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            called = ast.unparse(node.func)
-            name = called.rpartition(".")[2]
-            name = called if called in WAITS else name
-            if name not in WAITS or {called, f"{path.name}:{called}"} & set(BOUNDED):
-                continue
-            position, keyword = WAITS[name]
-            has_limit = any(k.arg in (keyword, None) for k in node.keywords)
-            has_limit |= position is not None and len(node.args) > position
-            if not has_limit and not (name in ("get", "join") and node.args):  # of a dict, of text
-                found.append(f"{path.name}:{node.lineno} {ast.unparse(node)[:90]}")
-    assert not found, "\n".join(found)
 
 
 def test_no_pickle_and_no_shell():
@@ -584,15 +617,11 @@ def test_no_pickle_and_no_shell():
                 attribute = ast.unparse(node.func)
                 assert attribute not in ("torch.load", "torch.save", "os.system", "np.load"), (path, node.lineno)
                 for keyword in node.keywords:
-                    value = getattr(keyword.value, "value", None)
-                    assert (keyword.arg, value) not in (
-                        ("shell", True),
-                        ("trust_remote_code", True),
-                        ("weights_only", False),
-                    )
+                    pair = keyword.arg, getattr(keyword.value, "value", None)
+                    assert pair not in (("shell", True), ("trust_remote_code", True), ("weights_only", False))
 
 
-# --- the same with the real vLLM -------------------------------------------------------------------------------------
+# --- the same with the real vLLM --------------------------------------------------------------------------------------
 
 REAL = [(role, phase) for role, phases in {"server": ("startup", "gen", "bcast"), "engine": ("gen", "fwd", "bcast"),
                                            "launch.sh": ("startup", "ckpt")}.items() for phase in phases]  # fmt: skip
@@ -600,12 +629,13 @@ REAL = [(role, phase) for role, phases in {"server": ("startup", "gen", "bcast")
 
 @pytest.mark.long
 @pytest.mark.real
-@pytest.mark.parametrize("cell", REAL)
+@pytest.mark.parametrize("cell", REAL, ids="-".join)
 def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     role, phase = cell
     run = Run(tmp_path, models["untied"], *OVERRIDES, real=True, FAULT=PHASES[phase])
     run.fault(180)
-    killed = run.kill(role)
+    run.kill(role)
+    killed = time.monotonic()
     last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
     assert role == "launch.sh" or last.startswith("[launch] role=inference pid="), last
     assert time.monotonic() - killed < 30
@@ -633,8 +663,7 @@ def resources(processes):
 def test_soak(tmp_path):
     """150 steps of the quickstart; 20 to 60 s after the first new step of each attempt something is killed or hangs."""
     rng, attempts, best, seen = random.Random(COMMIT), 0, -1, []
-    limits = ("trainer.batch_timeout_s=40", "trainer.sync_timeout_s=30", "orchestrator.version_timeout=40",
-              "orchestrator.generation_timeout=40", "checkpoint.every=5")  # fmt: skip
+    limits = ("watchdog=40", "trainer.sync_timeout_s=30", "orchestrator.generation_timeout=40", "checkpoint.every=5")
     start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True,  # noqa: E731
                         toml=ROOT / "configs" / "reverse_text.toml", MAX_RESTARTS="99")  # fmt: skip
     run, began = start(), time.monotonic()
@@ -645,13 +674,16 @@ def test_soak(tmp_path):
         except (OSError, ValueError):
             return -1
 
+    def num_attempts():
+        return run.text("trainer").count("\n=== ") + run.text("trainer").startswith("=== ")
+
     while run.process.poll() is None or run.process.returncode == -signal.SIGKILL:
         assert time.monotonic() - began < 3000, run.text()[-3000:]
         if run.process.poll() is not None:  # the launcher itself was killed
             run.assert_clean()
             run = start()
         if version() > best:
-            due, stamp, first = time.monotonic() + rng.uniform(20, 60), (run.dir / ".lock").read_text(), version()
+            due, attempt, first = time.monotonic() + rng.uniform(20, 60), num_attempts(), version()
             settled, early = time.monotonic() + 8, {}  # the first steps make gradients, Adam's state and buffers
             while time.monotonic() < due and run.process.poll() is None:
                 time.sleep(0.5)
@@ -669,7 +701,7 @@ def test_soak(tmp_path):
             )
             best = version()
             run.kill(role, number)
-            while (run.dir / ".lock").read_text() == stamp and run.process.poll() is None:  # until the next attempt
+            while num_attempts() == attempt and run.process.poll() is None:  # until the next attempt
                 time.sleep(0.2)
                 best = max(best, version())
         time.sleep(0.2)

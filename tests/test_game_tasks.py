@@ -12,30 +12,14 @@ from types import SimpleNamespace
 import judge_style
 import openai
 import pytest
-import tiny_model
 import wordle
 from aiohttp import web
 from conftest import ROOT
+from scripted import play
 
-from configs.lib.judge import Judge, JudgeReplyError
-from configs.lib.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
-from configs.lib.runtime import load_config
-from env import JudgeRubric, Rubric, SingleTurnEnv, load_environment
-
-
-def play(env, row, *replies):
-    """A scripted policy -> the state, the reward, the metrics."""
-
-    async def generate(prompt, tools=None):
-        return {"role": "assistant", "content": left.pop(0)}
-
-    async def go():
-        state = env.start(row)
-        await env.rollout(state, generate)
-        return state, *await env.rubric.score(state)
-
-    left = list(replies)
-    return asyncio.run(go())
+from configs.judge import Judge, JudgeReplyError, JudgeRubric
+from configs.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
+from env import Rubric, SingleTurnEnv, load_environment
 
 
 @pytest.fixture
@@ -45,47 +29,15 @@ def rg():
     return reasoning_gym_env
 
 
-# --- all three --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["wordle", "reasoning_gym", "judge_style"])
-def test_toy(name):
-    """The TOML is valid, the warm-up fits it, speaks as the environment does, and knows nothing of the eval split."""
-    cfg = load_config(ROOT / "configs" / f"{name}.toml")
-    env = load_environment(cfg.env[0].id, cfg.env[0].args, ROOT / "configs")
-    task = sys.modules[cfg.env[0].id]
-    assert cfg.run.model == f".cache/{name}" and cfg.run.max_steps == 5 and cfg.orchestrator.batch_size == 64
-    train, held_out = ({(r["question"], r["answer"]) for r in rows} for rows in (env.dataset, env.eval_dataset))
-    assert train and held_out and not train & held_out
-
-    talks, tokenizer = task.demonstrations(256), tiny_model.make_tokenizer(task.TOKENS)
-    assert len(talks) == 256 and talks == task.demonstrations(256)
-    texts = [tokenizer.apply_chat_template(talk, return_dict=False) for talk in talks]
-    assert max(map(len, texts)) <= cfg.run.max_seq_len
-    assert not any(tokenizer.unk_token_id in text for text in texts)
-    answers = [m["content"] for talk in talks for m in talk if m["role"] == "assistant"]
-    assert max(len(tokenizer.encode(text)) for text in answers) < cfg.sampling.max_tokens
-    assert all(talk[: len(env.head)] == env.head for talk in talks)
-    prompts = [env.start(row)["prompt"] for row in env.dataset + env.eval_dataset]
-    assert max(len(tokenizer.apply_chat_template(p, return_dict=False)) for p in prompts) < cfg.run.max_seq_len - 32
-
-
 # --- wordle -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "guess, secret, expected",
-    [
-        ("crane", "crane", "GGGGG"),
-        ("crane", "ghost", "XXXXX"),
-        ("eerie", "there", "YXYXG"),  # the last e is in place; of the others only the first is elsewhere
-        ("allee", "apple", "GYXXG"),
-        ("array", "radar", "YYYGX"),
-        ("sassy", "glass", "YYXGX"),
-        ("aabbb", "ccaac", "YYXXX"),
-        ("level", "hello", "YGXXY"),
-    ],
-)
+@pytest.mark.parametrize("guess, secret, expected", [
+    ("crane", "crane", "GGGGG"), ("crane", "ghost", "XXXXX"),
+    ("eerie", "there", "YXYXG"),  # the last e is in place; of the others only the first is elsewhere
+    ("allee", "apple", "GYXXG"), ("array", "radar", "YYYGX"), ("sassy", "glass", "YYXGX"),
+    ("aabbb", "ccaac", "YYXXX"), ("level", "hello", "YGXXY"),
+])  # fmt: skip
 def test_marks(guess, secret, expected):
     assert wordle.marks(guess, secret) == expected
 
@@ -112,15 +64,8 @@ def test_wordle_game():
 
 def test_wordle_lost_and_malformed():
     env, row = wordle.load_environment(), {"question": "6 left", "answer": "apple"}
-    bad = [
-        "",
-        "apple",
-        "<guess>apples</guess>",
-        "<guess>appl\u00e9</guess>",
-        "<guess>12345</guess>",
-        "<guess>ample</guess>",
-    ]
-    state, reward, metrics = play(env, row, *bad)
+    bad = ["apples", "appl\u00e9", "12345", "ample"]
+    state, reward, metrics = play(env, row, "", "apple", *(f"<guess>{word}</guess>" for word in bad))
     said = [m["content"] for m in state["completion"] if m["role"] == "user"]
     assert said == [f"bad guess {left} left" for left in (5, 4, 3, 2, 1)] and state["turn"] == 6
     assert metrics["solved"] == metrics["turns_left"] == 0 and metrics["best_greens"] == 0.8
@@ -324,11 +269,11 @@ def test_one_judge_of_two_without_a_score_spoils_the_mean():
 
 
 def test_retry_after_is_kept():
-    busy = (429, {"Retry-After": "1"})
+    busy = (429, {"Retry-After": "0.05"})
     with serve(lambda text, model, call: busy if call <= 2 else "<score>7</score>") as fake:
         started = time.monotonic()
         assert judged(Judge(["a"], fake.url)) == 0.7
-        assert time.monotonic() - started >= 2 and len(fake.requests) == 3
+        assert time.monotonic() - started < 0.9 and len(fake.requests) == 3  # openai's own waits would take 1.1 s
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -339,7 +284,6 @@ def test_refused_for_ever_is_unscored(status):
         with pytest.raises(openai.APIStatusError):
             play(env, env.dataset[0], "so")
         assert len(fake.requests) == 3
-        assert env.score(["How?"], ["so"]) == [None]
 
 
 def test_a_lost_server_is_unscored():
@@ -349,24 +293,14 @@ def test_a_lost_server_is_unscored():
         judged(Judge(["a"], url, max_retries=0))
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        "",
-        "good",
-        "<score></score>",
-        "<score>11</score>",
-        "<score>-1</score>",
-        "<score>nan</score>",
-        "<score>ten</score>",
-    ],
-)
+@pytest.mark.parametrize("reply", [
+    "", "good", "<score></score>", "<score>11</score>", "<score>-1</score>", "<score>nan</score>",
+    "<score>ten</score>",
+])  # fmt: skip
 def test_a_reply_without_a_score_in_range_is_unscored(reply):
     with serve(lambda text, model, call: reply) as fake:
         with pytest.raises(JudgeReplyError, match="a gave no score in 0..10"):
             judged(Judge(["a"], fake.url))
-        rubric = JudgeRubric(judge_models=["a"], base_url=fake.url)
-        assert SingleTurnEnv([{"question": "How?"}], rubric=rubric).score(["How?"], ["so"]) == [None]
 
 
 def test_the_last_score_counts():
@@ -498,21 +432,16 @@ def test_xml_parser_refuses(fields, answer):
         XMLParser(fields, answer)
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("<think>a</think>\n<answer>b</answer>", 1.0),
-        ("  <think>a</think><code>b</code>\n", 1.0),  # either tag of the tuple
-        ("So: <think>a</think><answer>b</answer>", 0.5),  # something else beside
-        ("<answer>b</answer><think>a</think>", 0.5),  # not in order
-        ("<answer>b</answer>", 0.25),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0.25),  # twice
-        ("<think>a</think><answer>b</answer><code>c</code>", 0.25),
-        ("<think>a<answer>b</answer>", 0.25),
-        ("b", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize("text, expected", [
+    ("<think>a</think>\n<answer>b</answer>", 1.0),
+    ("  <think>a</think><code>b</code>\n", 1.0),  # either tag of the tuple
+    ("So: <think>a</think><answer>b</answer>", 0.5),  # something else beside
+    ("<answer>b</answer><think>a</think>", 0.5),  # not in order
+    ("<answer>b</answer>", 0.25),
+    ("<think>a</think><answer>b</answer><answer>c</answer>", 0.25),  # twice
+    ("<think>a</think><answer>b</answer><code>c</code>", 0.25), ("<think>a<answer>b</answer>", 0.25), ("b", 0.0),
+    ("", 0.0),
+])  # fmt: skip
 def test_format_reward_of_xml(text, expected):
     reward = XMLParser(["think", ("code", "answer")]).get_format_reward_func()
     assert reward(says(text)) == expected and reward.__name__ == "format_reward"
@@ -534,35 +463,19 @@ def test_think_parser():
     assert parser.parse_answer(says("<think>a</think>1", "no", "<think>b</think> 2 ")) == "2"
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("<think>a</think>b", 1.0),
-        ("\n<think>\na\n</think>\n\nb\n", 1.0),
-        ("a</think>b", 0.0),
-        ("<think>a</think>", 0.0),
-        ("<think>a", 0.0),
-        ("so <think>a</think>b", 0.0),
-        ("<think>a<think>b</think>c", 0.0),
-        ("<think>a</think>b</think>c", 0.0),
-    ],
-)
+@pytest.mark.parametrize("text, expected", [
+    ("<think>a</think>b", 1.0), ("\n<think>\na\n</think>\n\nb\n", 1.0), ("a</think>b", 0.0),
+    ("<think>a</think>", 0.0), ("<think>a", 0.0), ("so <think>a</think>b", 0.0), ("<think>a<think>b</think>c", 0.0),
+    ("<think>a</think>b</think>c", 0.0),
+])  # fmt: skip
 def test_format_reward_of_thoughts(text, expected):
     assert ThinkParser().get_format_reward_func()(says(text)) == expected
 
 
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        ("so \\boxed{42}.", "42"),
-        ("\\boxed{1} or \\boxed{2}", "2"),
-        ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
-        ("\\boxed{a{b{c}d}e} f}", "a{b{c}d}e"),
-        ("\\boxed{}", ""),
-        ("no box", "no box"),
-        ("\\boxed{open", "\\boxed{open"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize("text, expected", [
+    ("so \\boxed{42}.", "42"), ("\\boxed{1} or \\boxed{2}", "2"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
+    ("\\boxed{a{b{c}d}e} f}", "a{b{c}d}e"), ("\\boxed{}", ""), ("no box", "no box"),
+    ("\\boxed{open", "\\boxed{open"), ("", ""),
+])  # fmt: skip
 def test_boxed_answer(text, expected):
     assert extract_boxed_answer(text) == expected

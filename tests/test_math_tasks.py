@@ -1,6 +1,6 @@
 """configs/gsm8k.py, configs/math_python.py and the sandbox that runs its code."""
 
-import asyncio
+import inspect
 import json
 import operator
 import os
@@ -15,7 +15,6 @@ import tempfile
 import time
 import types
 import uuid
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,11 +22,11 @@ import gsm8k
 import math_python
 import pytest
 from conftest import ROOT
+from scripted import play
 
 from configs import sandbox
-from configs.lib.data import DataError
-from configs.lib.runtime import load_config
 from configs.sandbox import CannotContain, Sandbox
+from env import DataError
 
 # Name, then the code. What it prints must not have a line "LEAK".
 ATTACKS = """
@@ -148,10 +147,11 @@ def test_it_contains_or_refuses(contained):
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_attacks_end_small_and_leave_nothing(box, attack):
+def test_attacks_end_small_and_leave_nothing(box, attack, monkeypatch):
+    monkeypatch.setattr(box, "timeout_s", 1)
     began, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     said = run_marked(box, ATTACKS[attack])
-    assert time.monotonic() - began < 7 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
+    assert time.monotonic() - began < 6 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000
     assert len(said.encode()) <= 8192 and "LEAK" not in said.splitlines()
 
 
@@ -173,11 +173,12 @@ def test_calls_share_nothing_and_run_at_once(box):
         assert list(pool.map(box.run, codes)) == [str(i) for i in range(12)]
 
 
-def test_the_wall_clock_is_5_seconds_by_default(contained):
-    env = load_math_python(contained, num_train=1, num_eval=1)
+def test_the_wall_clock_is_the_environments(contained):
+    env = load_math_python(contained, num_train=1, num_eval=1, timeout_s=1.0)
     began = time.monotonic()
-    assert env.functions["python"]("while 1: pass") == "[stopped after 5 s]"
-    assert 5 <= time.monotonic() - began < 7
+    assert env.functions["python"]("while 1: pass") == "[stopped after 1 s]"
+    assert 1 <= time.monotonic() - began < 3
+    assert inspect.signature(math_python.load_environment).parameters["timeout_s"].default == 5.0
 
 
 def test_no_network(box):
@@ -285,10 +286,10 @@ def test_another_user_gets_the_same(box):
         shutil.rmtree(home)
 
 
-def test_its_clock_runs_without_its_caller(box):
+def test_it_dies_with_its_caller(box):
     marker = uuid.uuid4().hex
     program = (
-        f"from configs.sandbox import Sandbox; Sandbox(timeout_s=1).run('#' + '{marker[:16]}' + '{marker[16:]}' + "
+        f"from configs.sandbox import Sandbox; Sandbox(timeout_s=60).run('#' + '{marker[:16]}' + '{marker[16:]}' + "
     )
     caller = subprocess.Popen([sys.executable, "-c", program + "'\\nwhile 1: pass')"], cwd=ROOT, start_new_session=True)
     try:
@@ -354,43 +355,27 @@ def test_without_a_sandbox_it_warns_every_time_and_keeps_the_limits(tmp_path, mo
 # --- math_python ------------------------------------------------------------------------------------------------------
 
 
-def play(env, replies, row=0):
-    """-> state, (reward, metrics) of a rollout in which the policy says these messages."""
-
-    async def generate(prompt, tools=None):
-        assert tools == env.tools
-        return replies.pop(0)
-
-    async def go():
-        state = env.start(env.dataset[row])
-        await env.rollout(state, generate)
-        return state, await env.rubric.score(state)
-
-    return asyncio.run(go())
-
-
-def says(text, code=None):
-    message = {"role": "assistant", "content": text}
-    if code is None:
-        return message
+def call(code, text=""):
     function = {"name": "python", "arguments": json.dumps({"code": code})}
-    return message | {"tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    return {"role": "assistant", "content": text, "tool_calls": calls}
 
 
 def test_math_python_calls_the_tool_and_scores_the_last_message(contained):
     env = load_math_python(contained, num_train=4, num_eval=2)
-    question, answer = env.dataset[0]["question"], env.dataset[0]["answer"]
-    state, (reward, metrics) = play(env, [says("", f"print({question[:-1]})"), says(f"It is {answer}.")])
+    row = env.dataset[0]
+    question, answer = row["question"], row["answer"]
+    state, reward, metrics = play(env, row, call(f"print({question[:-1]})"), f"It is {answer}.")
     assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant"]
     assert state["completion"][1]["content"] == answer and reward == 1 and metrics == {"correct": 1, "tool_calls": 1}
-    _, (reward, metrics) = play(env, [says("", "print(1)"), says("", "1 / 0"), says("I give up")])
+    _, reward, metrics = play(env, row, call("print(1)"), call("1 / 0"), "I give up")
     assert reward == 0 and metrics["tool_calls"] == 2
-    state, (reward, _) = play(env, [says(answer, "print(1)")] * 4)
+    state, reward, _ = play(env, row, *[call("print(1)", answer)] * 4)
     assert state["turn"] == 4 and len(state["completion"]) == 7
     schema = env.tools[0]["function"]
     assert schema["name"] == "python" and schema["parameters"]["required"] == ["code"]
-    bad = says("", "") | {"tool_calls": [{"id": "1", "function": {"name": "python", "arguments": '{"code": 1'}}]}
-    state, _ = play(env, [bad, says(answer)])
+    bad = call("") | {"tool_calls": [{"id": "1", "function": {"name": "python", "arguments": '{"code": 1'}}]}
+    state, _, _ = play(env, row, bad, answer)
     assert state["completion"][1]["content"].startswith("error: ")
 
 
@@ -405,14 +390,10 @@ def test_final_answers(text, answer, right):
     assert math_python.correct([{"role": "tool", "content": text}], answer) == 0
 
 
-def test_expressions_are_right_and_disjoint():
-    sets = {
-        split: dict(math_python.problems(split, n)) for split, n in {"warmup": 3000, "train": 4096, "eval": 128}.items()
-    }
-    whole = {text: value for found in sets.values() for text, value in found.items()}
-    assert len(whole) == 3000 + 4096 + 128
-    assert all(eval(text) == value for text, value in whole.items())  # our own expressions
-    assert {f"{text}?" for text in sets["eval"]} == {row["question"] for row in math_python.rows("eval", 128)}
+def test_expressions_are_right():
+    for text, value in math_python.problems("train", 2000):
+        assert eval(text) == value  # our own expression
+    assert math_python.rows("train", 1)[0]["answer"] == str(math_python.problems("train", 1)[0][1])
 
 
 def test_rows_from_a_file(contained, tmp_path):
@@ -420,7 +401,7 @@ def test_rows_from_a_file(contained, tmp_path):
     path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(10)))
     env = load_math_python(contained, path=str(path), num_eval=3)
     assert [len(env.dataset), len(env.eval_dataset)] == [7, 3] and env.eval_dataset[0]["question"] == "7+1?"
-    assert play(env, [says("1")])[1][0] == 1  # the answer may be a number
+    assert play(env, env.dataset[0], "1")[1] == 1  # the answer may be a number
     with pytest.raises(DataError, match="10 rows, none left to train on"):
         load_math_python(contained, path=str(path))
 
@@ -432,14 +413,15 @@ def test_gsm8k_scores_answer_and_format():
     env = gsm8k.load_environment(path=str(ROOT / "configs" / "gsm8k_sample.jsonl"))
     assert [len(env.dataset), len(env.eval_dataset)] == [32, 8] and env.dataset[0]["answer"] == "53"
     good = "<reasoning>\n4*12+5\n</reasoning>\n<answer>\n$53.00\n</answer>"
-    state, (reward, metrics) = play(env, [says(good)])
+    row = env.dataset[0]
+    state, reward, metrics = play(env, row, good)
     assert reward == pytest.approx(1.2) and metrics == {"correct": 1, "format_reward": 1}
     assert state["prompt"][0] == {"role": "system", "content": gsm8k.SYSTEM_PROMPT}
-    _, (reward, metrics) = play(env, [says("The answer is 53")])
+    _, reward, metrics = play(env, row, "The answer is 53")
     assert reward == 0 and metrics["correct"] == 0
-    _, (reward, metrics) = play(env, [says("<answer>53</answer>")])
+    _, reward, metrics = play(env, row, "<answer>53</answer>")
     assert metrics["correct"] == 1 and 1 < reward < 1.2
-    assert play(env, [says(good.replace("53", "54"))])[1][0] == pytest.approx(0.2)
+    assert play(env, row, good.replace("53", "54"))[1] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("text, other, same", [
@@ -500,22 +482,3 @@ def test_the_sample_is_right():
         does = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
         assert steps and all(does[op](int(a), int(b)) == int(c) for a, op, b, c, *_ in steps if op), row
         assert re.search(rf"={row['answer'].split()[-1]}\b", row["answer"]), row
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("task", [gsm8k, math_python])
-def test_the_toy_fits_its_configuration(task):
-    import tiny_model
-
-    from configs.lib.text import tokenize_conversation
-
-    cfg = load_config(ROOT / "configs" / f"{task.__name__}.toml")
-    tokenizer = tiny_model.make_tokenizer(task.TOKENS)
-    talks = task.demonstrations(200)
-    assert len(talks) == 200
-    for talk in talks:
-        (sample,) = tokenize_conversation(tokenizer, talk)
-        assert len(sample["tokens"]) <= cfg.run.max_seq_len and tokenizer.unk_token_id not in sample["tokens"]
-        assert max(Counter(t for t, m in zip(sample["turns"], sample["mask"]) if m).values()) <= cfg.sampling.max_tokens

@@ -1,20 +1,26 @@
-"""orchestrator.py against the fake server: order, staleness, refills, what goes wrong, what resumes."""
+"""orchestrator.py against the fake server: order, staleness, refills, hooks, what goes wrong, what resumes."""
 
+import asyncio
 import itertools
-import json
+import math
+import re
 import shutil
 import time
 from collections import Counter
 
 import httpx
 import pytest
-from conftest import all_batches, lines
+import torch
+from aiohttp import web
+from conftest import all_batches, free_port, lines
 
 import orchestrator
-from configs.lib.batch import load_batch
-from configs.lib.order import Order, deal
-from configs.lib.runtime import RunError
-from orchestrator import Group, Rollout, extend_or_fork
+import trainer
+from configs import RunError
+from orchestrator import Client, Group, Order, Rollout, ServerError, deal, extend_or_fork, save_batch, why_drop
+from trainer import load_batch
+
+# --- parts ------------------------------------------------------------------------------------------------------------
 
 
 def test_extend_or_fork():
@@ -22,11 +28,11 @@ def test_extend_or_fork():
     assert not extend_or_fork(samples, [1, 2], [3, 4], [-0.1, -0.2], 0)
     assert not extend_or_fork(samples, [1, 2, 3, 4, 9], [5], [-0.3], 1)
     assert samples == [
-        {"tokens": [1, 2, 3, 4, 9, 5], "mask": [0, 0, 1, 1, 0, 1], "logp": [0, 0, -0.1, -0.2, 0, -0.3],
-         "turns": [0, 0, 0, 0, 1, 1]}
+        {"tokens": [1, 2, 3, 4, 9, 5], "mask": [0, 0, 1, 1, 0, 1], "old_logp": [0, 0, -0.1, -0.2, 0, -0.3],
+         "turn": [0, 0, 0, 0, 1, 1]}
     ]  # fmt: skip
     assert extend_or_fork(samples, [1, 2, 4, 9, 5, 9], [6], [-0.4], 2)
-    fork = {"tokens": [1, 2, 4, 9, 5, 9, 6], "mask": [0] * 6 + [1], "logp": [0] * 6 + [-0.4], "turns": [2] * 7}
+    fork = {"tokens": [1, 2, 4, 9, 5, 9, 6], "mask": [0] * 6 + [1], "old_logp": [0] * 6 + [-0.4], "turn": [2] * 7}
     assert samples[1] == fork
 
 
@@ -38,10 +44,105 @@ def test_order_is_a_function_of_seed_and_index(make_cfg):
     for epoch in range(3):  # every row once an epoch, in another order
         assert sorted(number for _, number in taken[37 * epoch : 37 * (epoch + 1)]) == list(range(37))
     assert [n for _, n in taken[:37]] != [n for _, n in taken[37:74]]
-    resumed = Order(rows, make_cfg("seed=3"), {"next": 50, "open": [41, 44], "tasks": {}})
+    resumed = Order(rows, make_cfg("seed=3"), {"next": 50, "open": [41, 44], "extra": {}})
     assert [resumed.take(0) for _ in range(3)] == [taken[41], taken[44], taken[50]]
     other = Order(rows, make_cfg("seed=4"))
     assert [other.take(0)[1] for _ in range(37)] != [number for _, number in taken[:37]]
+
+
+def test_why_drop(make_cfg):
+    cfg, shorter = make_cfg(), make_cfg("trainer.gamma=0.9")
+    good, none = Rollout({}, reward=1.0, trainable=True, num_turns=1), Rollout({}, error="X")
+    bad, masked = Rollout({}, reward=0.0, trainable=True, num_turns=1), Rollout({}, reward=0.5, num_turns=1)
+    assert why_drop([good, good, none], cfg) == "flat at reward 1"
+    assert why_drop([good, none], cfg) == "failed: , X"
+    assert not why_drop([good, bad, none], cfg)
+    slow = Rollout({}, reward=1.0, trainable=True, num_turns=3)
+    assert "flat" in why_drop([good, slow], cfg) and not why_drop([good, slow], shorter)
+    assert not why_drop([good, masked], cfg)
+    assert why_drop([masked, Rollout({}, reward=0.7, num_turns=1)], cfg) == "empty or masked"
+    assert why_drop([Rollout({}, reward=0.0), Rollout({}, reward=0.0)], cfg) == "long prompt"
+
+
+def test_environments_are_dealt_out_by_ratio():
+    for ratios in ({"a": 3, "b": 1}, {"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 1}, {"a": 1, "b": 100}):
+        names = list(itertools.islice(deal(ratios), 500))
+        for num in range(1, 501):
+            for name, ratio in ratios.items():
+                assert abs(names[:num].count(name) - num * ratio / sum(ratios.values())) < 1
+
+
+def test_batch_files_carry_columns_by_name(tmp_path):
+    """Any list as long as the tokens is a column; a sample without it has nan there; another length is refused."""
+    path = tmp_path / "step_000000.safetensors"
+    plain = {"tokens": [5, 6, 7], "mask": [0, 1, 1], "old_logp": [0.0, -1.0, -2.0], "turn": [0, 0, 0], "reward": 1.0}
+    save_batch(path, [plain | {"teacher_logp": [0.5, 1.5, 2.5], "versions": [0, 0, 1]}, plain], {"step": 0})
+    batch = load_batch(path)
+    found = batch.columns["teacher_logp"].tolist()
+    assert found[:3] == [0.5, 1.5, 2.5] and all(map(math.isnan, found[3:]))
+    assert batch.samples[0]["versions"] == [0, 0, 1] and batch.columns["tokens"].tolist() == [5, 6, 7] * 2
+    with pytest.raises(RunError, match="column 'teacher_logp' has 2 values for 3 tokens") as e:
+        save_batch(path, [plain | {"teacher_logp": [0.5, 1.5]}], {"step": 0})
+    assert e.value.code == 4
+
+
+def test_what_is_asked_again(make_cfg):
+    """Lost connections, 429 and 5xx three times; what the server refuses never; too long a prompt is no error."""
+    answers = {"busy": [429, 503, 200], "down": [500] * 9, "wrong": [404], "long": [400]}
+    asked = Counter()
+
+    async def answer(request):
+        kind = request.path[1:]
+        asked[kind] += 1
+        text = "This model's maximum context length is 64 tokens" if kind == "long" else "{}"
+        return web.Response(status=answers[kind].pop(0), text=text, headers={"Retry-After": "0"})
+
+    async def post(client, path):
+        try:
+            return await client.post(0, path, {})
+        except Exception as e:
+            return type(e)
+
+    async def go():
+        app, port = web.Application(), free_port()
+        app.add_routes([web.post("/{kind}", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        client = Client(make_cfg(f'inference.urls=["http://127.0.0.1:{port}"]'))
+        found = [await post(client, f"/{kind}") for kind in ("busy", "down", "wrong", "long")]
+        await client.session.close()
+        await runner.cleanup()
+        return found
+
+    assert asyncio.run(go()) == [{}, ServerError, ServerError, orchestrator.Truncated]
+    assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1}
+
+
+def test_an_evaluation_asks_for_its_adapter_while_it_is_loaded(make_cfg):
+    """Of version 4 with S = 1 the trainer keeps adapters 3 and 4 (and 2, until all know of 4)."""
+    client, asked = Client(make_cfg("trainer.dtype=bf16", "trainer.use_lora=true", "orchestrator.max_staleness=1")), []
+
+    async def post(server, path, body):
+        asked.append(body["model"])
+        return {"choices": []}
+
+    client.post, client.version = post, 4
+    for version in (None, 4, 3, 2, 0):
+        asyncio.run(orchestrator.sample(client, 0, "text", 1, version=version))
+    assert asked == [f"test-v{n}" for n in (4, 4, 3, 3, 3)]
+
+
+def test_evaluations_count_what_was_lost():
+    rollouts = [Rollout({}, reward=1.0, num_turns=1), Rollout({}, error="ValueError"), Rollout({}, reward=0.0)]
+    found = orchestrator.eval_metrics([rollouts[:2], rollouts[2:], rollouts[1:2]])
+    assert found["n"] == 2 and found["errors"] == 2 and found["reward/mean"] == 0.5 and found["pass@k"] == 0.5
+    assert found["rows"] == [1.0, 0.0, None] and found["k"] == 2
+    assert found["gain"] == 0.0 and found["gain_ci95"] == 0.0  # it is the first
+    groups = [[Rollout({}, reward=r)] for r in (1.0, 0.5, 0.5, 1.0)]
+    found = orchestrator.eval_metrics(groups, [0.0, 0.0, 0.5, None])  # paired, where both have the row
+    assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(1.96 * 0.5 / math.sqrt(3))
+    assert orchestrator.eval_metrics(groups[:1], [0.0])["gain"] is None
 
 
 # --- in this process, against a fake server ---------------------------------------------------------------------------
@@ -54,36 +155,41 @@ def test_multi_turn_forks_only_where_the_template_drops_history(run, tmp_path):
     for template, num_samples in (("", 1), (str(tmp_path / "drops.jinja"), 4)):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         args = '{ kind = "turns", num_turns = 4, prompt = "hi" }'
-        run_dir = run(2, args, f"chat_template={template}", "orchestrator.sampling.max_tokens=4", template=template)
-        batch = all_batches(run_dir)[0]
-        assert set(Counter((s["group"], s["rollout"]) for s in batch.samples).values()) == {num_samples}
-        assert (batch.info["metrics"]["rollout/forks"] > 0) == bool(template)
-        rollouts = lines(run_dir / "rollouts.jsonl")
-        assert all(len(r["completion"]) == 7 for r in rollouts)  # four answers, three replies
-        assert all(s["turn"] == i % num_samples for i, s in enumerate(batch.samples))
+        run_dir = run(1, args, f"chat_template={template}", "orchestrator.sampling.max_tokens=4", template=template)
+        batch, forks = all_batches(run_dir)[0], {}
+        for r in lines(run_dir / "rollouts.jsonl"):
+            assert len(r["completion"]) == 7  # four answers, three replies
+            lost = [bool(m["content"]) for m in r["completion"][:5:2]]  # an answer of nothing cannot be dropped
+            forks[r["group"], r["rollout"]] = sum(lost) if template else 0
+        samples = Counter((s["group"], s["rollout"]) for s in batch.samples)
+        assert samples == {key: 1 + forks[key] for key in samples}
+        assert max(samples.values()) == num_samples and (batch.info["metrics"]["rollout/forks"] > 0) == bool(template)
+        of_rollout = {key: [] for key in samples}
+        for s, turn, mask in zip(batch.samples, each(batch, "turn"), each(batch, "mask")):
+            of_rollout[s["group"], s["rollout"]] += turn[mask].unique().tolist()
+        assert all(turns == [0, 1, 2, 3] for turns in of_rollout.values())  # each is said once
+
+
+def each(batch, column):
+    """A column, sample by sample."""
+    return batch.columns[column].split(batch.lens.tolist())
 
 
 def test_a_prompt_made_in_setup_state_is_what_is_sampled_from(run):
-    for r in lines(run(1, '{ kind = "own prompt" }') / "rollouts.jsonl"):
+    run_dir = run(1, '{ kind = "own prompt" }')
+    for r in lines(run_dir / "rollouts.jsonl"):
         assert r["prompt"][0]["content"].startswith("changed") and not r["error"]
-    for row in all_batches(tmp := run.run_dir)[0].tokens.split(all_batches(tmp)[0].sample_lens.tolist()):
-        text = run.tokenizer.decode(row[:9].tolist())
+    for tokens in each(all_batches(run_dir)[0], "tokens"):
+        text = run.tokenizer.decode(tokens[:9].tolist())
         assert text.startswith("<|user|>changed"), text
 
 
-def test_batches_of_another_configuration_are_refused(run):
-    run(1, '{ kind = "noise" }')
-    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
-        run(1, '{ kind = "noise" }', "seed=3")
-    assert e.value.code == 2
-
-
 def test_context_that_ends_truncates(run):
-    """Turns go on until max_seq_len is full; no request asks for more than fits (the server would answer 400)."""
+    """Turns go on until max_seq_len is full."""
     run_dir = run(1, '{ kind = "turns", num_turns = 50 }', "orchestrator.sampling.max_tokens=9")
     rollouts = lines(run_dir / "rollouts.jsonl")
     assert all(r["truncated"] and not r["error"] and r["reward"] is not None for r in rollouts)
-    assert 56 <= max(all_batches(run_dir)[0].sample_lens) <= 64
+    assert 56 <= max(all_batches(run_dir)[0].lens) <= 64
 
 
 def test_text_prompts_go_to_completions(run):
@@ -91,19 +197,23 @@ def test_text_prompts_go_to_completions(run):
     assert isinstance(rollout["prompt"], str) and isinstance(rollout["completion"][0], str)
 
 
-def test_no_chat_template_is_refused_with_the_remedy(run, models, tmp_path):
+def test_what_the_environment_and_the_model_lack_is_refused(run, models, tmp_path):
     model = tmp_path / "bare"
     shutil.copytree(models["untied"], model)
     (model / "chat_template.jinja").unlink()
-    with pytest.raises(RunError, match="no chat template: set chat_template") as e:
-        run(2, '{ kind = "noise" }', f"model={model}")
-    assert e.value.code == 2
-
-
-def test_missing_eval_split_is_refused(run):
-    with pytest.raises(RunError, match="eval.every = 1") as e:
-        run(2, '{ kind = "constant" }', "eval.every=1")
-    assert e.value.code == 2
+    for kind, override, message in (
+        ("noise", f"model={model}", "no chat template: set chat_template"),
+        ("noise", "model=nowhere/at_all", "model = 'nowhere/at_all'"),
+        ("noise", "chat_template=nowhere.jinja", "chat_template.* 'nowhere.jinja'"),
+        ("no such kind", "max_steps=2", r"env.id = 'think_env': StopIteration:  \(think_env.py, line \d+\)"),
+        ("noise", "env.id=not_there", "env.id = 'not_there': ModuleNotFoundError"),
+        ("constant", "eval.every=1", "eval.every = 1, but the environment 'think_env' has no eval_dataset"),
+        ("tools", "max_steps=2", "the environment 'think_env' has tools: inference.args needs enable_auto_tool_choice"),
+    ):
+        with pytest.raises(RunError, match=message) as e:
+            run(2, f'{{ kind = "{kind}" }}', override)
+        assert e.value.code == (4 if "Stop" in message else 2)
+    assert run(2, '{ kind = "text" }', f"model={model}")  # text needs none
 
 
 def test_flat_groups_are_dropped_and_refilled_in_order(run):
@@ -116,16 +226,13 @@ def test_flat_groups_are_dropped_and_refilled_in_order(run):
         assert not trained & dropped and not (trained | dropped) & seen
         seen |= trained | dropped
         flat += len(dropped)
-        for s in batch.samples:
-            rewards = {x["rollout"]: x["reward"] for x in batch.samples if x["group"] == s["group"]}
-            assert s["advantage"] == pytest.approx(s["reward"] - sum(rewards.values()) / len(rewards), abs=1e-6)
     ledger = batch.info["ledger"]["think_env"]
     assert flat > 0 and seen | set(ledger["open"]) == set(range(ledger["next"]))
 
 
 def test_always_flat_or_failing_ends_the_run(run, capsys):
     orchestrator.print_once.cache_clear()
-    with pytest.raises(RunError, match="flat at reward 1") as e:
+    with pytest.raises(RunError, match="41 groups of think_env in a row.*flat at reward 1") as e:
         run(3, '{ kind = "constant" }')
     assert e.value.code == 4
     with pytest.raises(RunError, match="failed: ValueError") as e:
@@ -137,26 +244,30 @@ def test_bad_rewards_lose_their_rollouts_and_never_become_zero(run):
     run_dir = run(3, '{ kind = "misbehaves" }', "orchestrator.rollouts_per_example=8")
     rollouts = lines(run_dir / "rollouts.jsonl")
     failed = [r for r in rollouts if r["error"]]
-    assert failed and {r["error"] for r in failed} <= {"RuntimeError", "ValueError"}
-    assert all(r["reward"] is None and r["advantage"] is None for r in failed)
-    assert all(r["reward"] > 0 for r in rollouts if not r["error"])
+    for r in failed:  # the cause and its place, or the function's name
+        assert re.match(r"RuntimeError: user code fails in misbehaves, think_env.py:\d+$|ValueError: reward function "
+                        "misbehaves returned (None|nan|1|inf), no finite number", r["error"]), r["error"]  # fmt: skip
+    assert all(r["reward"] is None for r in failed) and all(r["reward"] > 0 for r in rollouts if not r["error"])
     for n, batch in enumerate(all_batches(run_dir)):
         assert batch.info["metrics"]["rollout/errors"] == sum(r["step"] == n for r in failed)
         assert not {(s["group"], s["rollout"]) for s in batch.samples} & {(r["group"], r["rollout"]) for r in failed}
 
 
-def test_too_many_lost_rollouts_end_the_run(run):
-    """A fifth is the limit: what is lost is not punished, and a policy would learn to lose."""
-    with pytest.raises(RunError, match=r"the last \d+ rollouts of think_env too many were lost: {.*%") as e:
-        run(9, '{ kind = "misbehaves" }', "orchestrator.max_error_share=0.4")
-    assert e.value.code == 4
+def test_a_reward_of_none_ends_the_run_at_once_and_names_the_function(run):
+    """What is lost is not punished, and a policy would learn to lose: a fifth is the limit, counted as it is lost."""
+    message = (
+        r"\d+ of the last \d+ rollouts of think_env were lost, mostly by ValueError: reward function none_if_wrong "
+    )
+    with pytest.raises(RunError, match=message + r"returned None.*\(orchestrator.max_error_share = 0.2\)") as e:
+        run(9, '{ kind = "none_if_wrong" }', "orchestrator.max_error_share=0.2")
+    assert e.value.code == 4 and len(list((run.run_dir / "batches").iterdir())) < 3
 
 
 def test_slow_rollouts_are_cancelled_and_counted(run):
     fake = {"generate 2": "hang", "generate 6": "500", "generate 9": "logprobs"}
     started = time.monotonic()
     rollouts = lines(run(3, '{ kind = "noise" }', "orchestrator.generation_timeout=3", fake=fake) / "rollouts.jsonl")
-    assert {r["error"] for r in rollouts} == {"", "TimeoutError", "ValueError"}  # the 500 was retried
+    assert {r["error"].split(":")[0] for r in rollouts} == {"", "TimeoutError", "ValueError"}  # the 500 was retried
     assert time.monotonic() - started < 15
 
 
@@ -167,13 +278,27 @@ def test_blocking_rewards_delay_nobody(run):
     assert time.monotonic() - started < 6
 
 
+def test_no_more_than_max_concurrent_rollouts_are_under_way(run, fake_servers):
+    run(2, '{ kind = "noise" }', "orchestrator.max_concurrent=8", fake={"generate_s": 0.1})
+    assert httpx.get(f"{fake_servers()}/health").json()["most"] == 2  # requests of four
+
+
 def test_long_prompts_are_dropped_and_counted(run):
     """Rows 'hello 0' to 'hello 36': those of two digits are a token longer."""
     run_dir = run(3, '{ kind = "noise" }', "orchestrator.max_prompt_len=10")
-    assert {r["example"] for r in lines(run_dir / "rollouts.jsonl")} <= set(range(10))
+    assert {r["example"] for r in lines(run_dir / "rollouts.jsonl") if not r["dropped"]} <= set(range(10))
     dropped = [why for b in all_batches(run_dir) for why in b.info["dropped"].values()]
     assert dropped and set(dropped) == {"long prompt"}
     assert sum(b.info["metrics"]["group/long"] for b in all_batches(run_dir)) == len(dropped)
+
+
+def test_prompts_that_max_seq_len_does_not_hold_are_dropped_too(run):
+    """The server says so; rows of two digits have 64 tokens."""
+    prompt = "x" * 58
+    run_dir = run(2, f'{{ kind = "noise", prompt = "{prompt}" }}', "orchestrator.sampling.max_tokens=4")
+    dropped = [why for b in all_batches(run_dir) for why in b.info["dropped"].values()]
+    assert dropped and set(dropped) == {"long prompt"}
+    assert {r["example"] for r in lines(run_dir / "rollouts.jsonl") if not r["dropped"]} <= set(range(10))
 
 
 @pytest.mark.parametrize("key", ["mask_truncated_completions", "zero_truncated_completions"])
@@ -182,7 +307,7 @@ def test_truncated_completions(key, run):
     truncated = [r["truncated"] for r in lines(run_dir / "rollouts.jsonl")]
     assert any(truncated) and not all(truncated)
     for batch in all_batches(run_dir):
-        for s, mask in zip(batch.samples, batch.loss_mask.split(batch.sample_lens.tolist())):
+        for s, mask in zip(batch.samples, each(batch, "mask")):
             assert bool(mask.any()) != (s["truncated"] and key.startswith("mask"))
             assert (s["reward"] == 0) == (s["truncated"] and key.startswith("zero"))
 
@@ -190,112 +315,11 @@ def test_truncated_completions(key, run):
 def test_staleness_is_bounded_and_reached(run):
     """One request in fifty takes ten times as long. Batches of five versions are under way at once."""
     fake = {"generate_s": 0.1, "slow": [50, 1.0]}
-    run_dir = run(40, '{ kind = "noise" }', "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
+    run_dir = run(30, '{ kind = "noise" }', "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
     ages = [s["age"] for b in all_batches(run_dir) for s in b.samples]
     assert max(ages) == 4 and min(ages) == 0
     for n, batch in enumerate(all_batches(run_dir)):
-        assert all(s["age"] == n - s["versions"][0] for s in batch.samples)
-
-
-# --- several environments, difficulty, curriculum ---------------------------------------------------------------------
-
-MIX = """
-[[env]]
-id = "think_env"
-name = "often"
-ratio = 3.0
-args = {{ kind = "noise" }}
-[[env]]
-id = "think_env"
-name = "seldom"
-args = {{ kind = "{other}", num_rows = 7 }}
-"""
-
-
-def test_environments_are_dealt_out_by_ratio():
-    for ratios in ({"a": 3, "b": 1}, {"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 1}, {"a": 1, "b": 100}):
-        names = list(itertools.islice(deal(ratios), 500))
-        for num in range(1, 501):
-            for name, ratio in ratios.items():
-                assert abs(names[:num].count(name) - num * ratio / sum(ratios.values())) < 1
-
-
-@pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
-def test_a_mix_is_trained_at_its_ratio(run, other):
-    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
-    batches = all_batches(run_dir)
-    kept = Counter((s["env"], s["group"]) for b in batches for s in b.samples)
-    shares = Counter(name for name, _ in kept)
-    assert shares == {"often": 36, "seldom": 12}
-    for batch in batches:
-        m = batch.info["metrics"]
-        assert m["env/often/group/kept"] == 6 and m["env/seldom/group/kept"] == 2
-        assert m["env/often/rollout/num"] + m["env/seldom/rollout/num"] == m["rollout/num"]
-        assert "env/often/reward/noisy" in m and "env/seldom/reward/noisy" not in m
-    assert [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")] == [
-        (0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")
-    ]  # fmt: skip
-
-
-def groups_of(row, *rewards, dropped=""):
-    return Group("e", row, row, [Rollout({}, reward=r) for r in rewards], dropped)
-
-
-def test_online_difficulty_prefers_the_middle_and_retires_what_is_always_flat(make_cfg):
-    rows = [{"question": str(i)} for i in range(40)]
-    cfg = make_cfg("orchestrator.buffer=online-difficulty", "orchestrator.retire_after=2")
-    order = Order(rows, cfg)
-    assert sorted(order.take(0)[1] for _ in range(40)) == list(range(40))  # nothing is known yet
-    for i in range(10):
-        for _ in range(2):
-            order.settle(groups_of(i, 1.0, 1.0, dropped="flat at reward 1"))  # always solved
-            order.settle(groups_of(10 + i, 0.0, 0.0, dropped="flat at reward 0"))  # never
-        order.settle(groups_of(20 + i, *[1.0] * 9, 0.0))  # easy
-        order.settle(groups_of(30 + i, 1.0, 0.0))
-    order.settle(groups_of(9, 1.0, 0.0))  # it is not always solved after all
-    assert order.tasks["0"] == [1.0, 2] and order.tasks["20"] == [0.9, 0] and order.tasks["9"][1] == 0
-    again = Order(rows, cfg, json.loads(json.dumps(order.ledger())))  # as a checkpoint has it
-    taken = [order.take(0) for _ in range(300)]
-    assert taken == [again.take(0) for _ in range(300)]
-    counts = Counter(row for _, row in taken)
-    assert not {*range(9), *range(10, 20)} & set(counts)
-    easy, middle = (sum(counts[i] for i in r) for r in (range(20, 30), range(30, 40)))
-    assert 1.5 < middle / easy < 3  # chances 1 and 4 x 0.9 x 0.1 + 0.1
-    only = Order(rows[:2], cfg)
-    for i in (0, 1, 0, 1):
-        only.settle(groups_of(i, 1.0, 1.0, dropped="flat at reward 1"))
-    with pytest.raises(RunError, match="no row is left at step 3.*retired") as e:
-        only.take(3)
-    assert e.value.code == 4
-
-
-def test_curriculum_goes_by_difficulty_and_step(make_cfg):
-    rows = [{"question": str(i), "difficulty": ["easy", 2, "hard", None][i % 4]} for i in range(40)]
-    order = Order(rows, make_cfg('orchestrator.curriculum={easy=[0, 10], "2"=[5, 20], hard=[10, 100]}'))
-    for step, allowed in {0: {0, 3}, 5: {0, 1, 3}, 10: {1, 2, 3}, 30: {2, 3}}.items():
-        assert {order.take(step)[1] % 4 for _ in range(60)} == allowed
-    with pytest.raises(RunError, match="no row is left at step 7: outside the curriculum"):
-        Order(rows[2:3], make_cfg("orchestrator.curriculum={hard=[10, 100]}")).take(7)
-
-
-def test_a_curriculum_of_difficulties_that_no_row_has_is_refused(run):
-    with pytest.raises(RunError, match=r"curriculum names \['esay'\]; the rows' difficulties are \['None'\]") as e:
-        run(1, '{ kind = "noise" }', "orchestrator.curriculum={esay=[0, 10]}")
-    assert e.value.code == 2
-
-
-def test_retirement_needs_no_buffer(make_cfg):
-    order = Order([{"question": str(i)} for i in range(4)], make_cfg("orchestrator.retire_after=1"))
-    order.settle(groups_of(2, 1.0, 1.0, dropped="flat at reward 1"))
-    assert {order.take(0)[1] for _ in range(30)} == {0, 1, 3}
-
-
-def test_difficulty_survives_in_batches_and_metrics(run):
-    run_dir = run(4, '{ kind = "turns", num_turns = 1, num_rows = 9 }', "orchestrator.buffer=online-difficulty")
-    ledger = all_batches(run_dir)[-1].info["ledger"]["think_env"]
-    settled = [r for r in lines(run_dir / "rollouts.jsonl")]
-    assert set(ledger["tasks"]) == {str(r["example"]) for r in settled}
-    assert all(0 <= rate <= 1 for rate, _ in ledger["tasks"].values())
+        assert all(s["age"] == n - s["versions"][0] for s in batch.samples) and batch.info["max_staleness"] == 4
 
 
 def test_oversampling_puts_the_surplus_back(run):
@@ -313,13 +337,185 @@ def test_oversampling_puts_the_surplus_back(run):
     assert max(seen) < len(seen) + 24  # none is left behind for long
 
 
+# --- several environments ---------------------------------------------------------------------------------------------
+
+MIX = """
+[[env]]
+id = "think_env"
+name = "often"
+ratio = 3.0
+args = {{ kind = "noise" }}
+[[env]]
+id = "think_env"
+name = "seldom"
+args = {{ kind = "{other}", num_rows = 7 }}
+"""
+
+
+@pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
+def test_a_mix_is_trained_at_its_ratio(run, other):
+    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
+    batches = all_batches(run_dir)
+    kept = Counter((s["env"], s["group"]) for b in batches for s in b.samples)
+    assert Counter(name for name, _ in kept) == {"often": 36, "seldom": 12}
+    for batch in batches:
+        m = batch.info["metrics"]
+        assert m["env/often/group/kept"] == 6 and m["env/seldom/group/kept"] == 2
+        assert m["env/often/rollout/num"] + m["env/seldom/rollout/num"] == m["rollout/num"]
+        assert "env/often/reward/noisy" in m and "env/seldom/reward/noisy" not in m
+    assert [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")] == [
+        (0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")
+    ]  # fmt: skip
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------
+
+
+class NoRows(Order):
+    def is_wanted(self, index, row, step):
+        return False
+
+
+class EvenRows(Order):
+    """Rows of even numbers alone; counts what it settles."""
+
+    def is_wanted(self, index, row, step):
+        return row % 2 == 0
+
+    def settle(self, group):
+        super().settle(group)
+        self.extra["settled"] = self.extra.get("settled", 0) + 1
+
+
+def test_an_order_of_ones_own(run):
+    run_dir = run(3, '{ kind = "noise" }', "orchestrator.order=test_orchestrator:EvenRows")
+    assert {r["example"] % 2 for r in lines(run_dir / "rollouts.jsonl")} == {0}
+    ledgers = [batch.info["ledger"]["think_env"] for batch in all_batches(run_dir)]
+    assert [ledger["extra"]["settled"] for ledger in ledgers] == [4, 8, 12]
+    with pytest.raises(RunError, match=r"no row is left at step \d: NoRows wants none of them") as e:
+        run(4, '{ kind = "noise" }', "orchestrator.order=test_orchestrator:NoRows")
+    assert e.value.code == 4
+
+
+KEPT = []  # what keep_most kept, for kept_before
+
+
+def keep_most(rollouts, cfg):
+    """Two rows of three; remembers them."""
+    if int(rollouts[0].state["answer"]) % 3 == 0:
+        return "not mine"
+    KEPT.append(rollouts)
+    return why_drop(rollouts, cfg)
+
+
+def kept_before(n):
+    """From batch 2 on, the first group that was kept."""
+    return [Group("think_env", 1000 + n, 0, KEPT[0])] if n > 1 else []
+
+
+def test_groups_are_kept_by_ones_own_rule_and_may_come_again(run):
+    """The batch then admits to the age of what is in it."""
+    KEPT.clear()
+    hooks = ("orchestrator.keep=test_orchestrator:keep_most", "orchestrator.extra_groups=test_orchestrator:kept_before")
+    run_dir = run(4, '{ kind = "noise" }', *hooks, "orchestrator.max_staleness=0")
+    batches = all_batches(run_dir)
+    assert {why for b in batches for why in b.info["dropped"].values()} == {"not mine"}
+    for n, batch in enumerate(batches):
+        again = [s for s in batch.samples if s["group"] >= 1000]
+        assert len(batch.samples) == 16 + len(again) and len(again) == 4 * (n > 1)
+        assert batch.info["rollouts"] == len(batch.samples)
+        assert {s["age"] for s in again} <= {n} and batch.info["max_staleness"] == (n if again else 0)
+        assert all(s["example"] % 3 for s in batch.samples if s["group"] < 1000)
+
+
+def test_an_environment_adds_columns(run):
+    run_dir = run(1, '{ kind = "columns" }')
+    batch = all_batches(run_dir)[0]
+    assert batch.columns["place"].tolist() == [i for n in batch.lens.tolist() for i in range(n)]
+    with pytest.raises(RunError, match="column 'place' has 1 values for") as e:
+        run(1, '{ kind = "columns", num_turns = 0 }', "run_name=other")
+    assert e.value.code == 4
+
+
+# --- evaluation, resume -----------------------------------------------------------------------------------------------
+
+
+def test_each_version_is_evaluated_once_and_holds_its_batch(run):
+    run_dir = run(5, '{ kind = "noise" }', "eval.every=2", fake={"generate_s": 0.2})
+    found = lines(run_dir / "eval.jsonl")
+    assert [e["step"] for e in found] == [0, 2, 4, 5]
+    assert all(e["version_first"] == e["version_last"] == e["step"] for e in found)
+    assert all(e["n"] == 3 and e["errors"] == 0 and e["noisy"] == e["reward/mean"] for e in found)
+
+
+def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capsys):
+    """No version is evaluated twice, and the last one is in any case."""
+    slow = ("eval.every=1", "eval.hold_s=0.1", "orchestrator.max_staleness=0", "eval.rollouts_per_example=16")
+    run_dir = run(6, '{ kind = "misbehaves" }', *slow, "orchestrator.max_concurrent=16", fake={"generate_s": 0.2})
+    found = lines(run_dir / "eval.jsonl")
+    steps = [e["step"] for e in found]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 6 and len(steps) < 7
+    assert any(e["version_last"] > e["version_first"] for e in found)
+    assert all(e["n"] == 3 and e["errors"] > 0 for e in found)
+    said = capsys.readouterr().out
+    assert f"n 3, errors {found[0]['errors']}" in said and said.count("eval ") == len(found)
+
+
+def test_an_evaluation_in_which_all_is_lost_ends_the_run(run):
+    with pytest.raises(
+        RunError, match="evaluation of think_env at version 0: all is lost, by ValueError.*in raises"
+    ) as e:
+        run(2, '{ kind = "raises" }', "eval.every=1")
+    assert e.value.code == 4
+
+
+ANSWERS = '{ kind = "turns", num_turns = 1, num_rows = 10 }'  # as good as the server's answers, which repeat exactly
+
+
+def history(run_dir):
+    keys = ("step", "group", "example", "rollout", "reward", "dropped")
+    return sorted([line[k] for k in keys] for line in lines(run_dir / "rollouts.jsonl"))
+
+
+def test_a_run_resumes_where_it_was_and_deals_out_the_same_rows(run, tmp_path):
+    """From the batches that are there; what was written for later ones, or cut off, is made again."""
+    overrides = ("orchestrator.max_staleness=0", "eval.every=2")
+    whole = run(6, ANSWERS, *overrides)
+    expected, evaluations = history(whole), [(e["step"], e["reward/mean"]) for e in lines(whole / "eval.jsonl")]
+    for n in (3, 4, 5):  # as after a kill: lines that no batch has, and half a line
+        (whole / "batches" / f"step_{n:06d}.safetensors").unlink()
+    with open(whole / "rollouts.jsonl", "a") as f:
+        f.write('{"step": 9, "half')
+    again = run(6, ANSWERS, *overrides)
+    assert history(again) == expected
+    assert [(e["step"], e["reward/mean"]) for e in lines(again / "eval.jsonl")] == evaluations
+    ledger = all_batches(again)[-1].info["ledger"]["think_env"]
+    issued = {index for _, index, *_ in expected}
+    assert issued | set(ledger["open"]) == set(range(ledger["next"]))
+
+
+def test_batches_of_another_configuration_are_refused(run):
+    run(1, '{ kind = "noise" }')
+    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
+        run(1, '{ kind = "noise" }', "seed=3")
+    assert e.value.code == 2
+
+
 # --- the whole of launch.sh, with a fake server -----------------------------------------------------------------------
 
+KEYS = """step time version reward/mean reward/std rollout/tokens rollout/truncated rollout/errors rollout/forks
+  group/kept group/flat staleness/mean staleness/max loss policy/entropy policy/kl_sampler policy/clip_frac
+  sync/dlogp_max sync/dlogp_mean reward/p10 reward/p50 reward/p90 optim/lr optim/grad_norm time/step_s
+  time/wait_batch_s time/train_s time/sync_s perf/tokens_per_s perf/peak_gib reward/noisy""".split()
+EVAL_KEYS = """step version_first version_last env reward/mean pass@1 pass@k n errors ci95 tokens truncated seconds
+  noisy gain gain_ci95""".split()
+ROLLOUT_KEYS = "step version env example group rollout reward metrics truncated prompt completion error dropped".split()
 
+
+@pytest.mark.slow
 def test_strictly_on_policy(launched):
-    done, run_dir = launched(
-        5, '{ kind = "noise" }', "orchestrator.max_staleness=0", "eval.every=2", "trainer.learning_rate=1e-2"
-    )
+    strict = ("orchestrator.max_staleness=0", "eval.every=2", "trainer.learning_rate=1e-2")
+    done, run_dir = launched(5, '{ kind = "noise" }', *strict)
     assert "[launch] done" in done.stdout and done.stdout.count("\nstep ") + done.stdout.startswith("step ") == 5
     for n, batch in enumerate(all_batches(run_dir)):
         assert all(set(s["versions"]) == {n} and s["age"] == 0 for s in batch.samples)
@@ -328,36 +524,18 @@ def test_strictly_on_policy(launched):
     assert [m["step"] for m in metrics] == list(range(5)) and [m["version"] for m in metrics] == [1, 2, 3, 4, 5]
     for m in metrics:
         assert not set(KEYS) - set(m), set(KEYS) - set(m)
-        assert m["policy/kl_age0"] < 1e-6 and m["policy/tokens_age0"] == sum_of_tokens(run_dir, m["step"])
-        assert m["sync/dlogp_max"] < 1e-4
+        assert m["policy/kl_sampler"] < 1e-6 and m["sync/dlogp_max"] < 1e-4
     evals = lines(run_dir / "eval.jsonl")
     assert [e["step"] for e in evals] == [0, 2, 4, 5] and all(e["version_first"] == e["version_last"] for e in evals)
     assert not set(EVAL_KEYS) - set(evals[0]) and not set(ROLLOUT_KEYS) - set(lines(run_dir / "rollouts.jsonl")[0])
     assert (run_dir / "final" / "model.safetensors").is_file() and not list(run_dir.glob("**/*.tmp"))
+    assert not (run_dir / "tmp").exists() and (run_dir / "done").read_text() == "5\n"
 
 
-def sum_of_tokens(run_dir, step):
-    return int(load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors").loss_mask.sum())
-
-
-KEYS = """step time version reward/mean reward/std rollout/tokens rollout/truncated rollout/errors rollout/forks
-  group/kept group/flat staleness/mean staleness/max loss policy/entropy policy/kl_sampler policy/kl_age0
-  policy/tokens_age0 policy/clip_frac sync/dlogp_max sync/dlogp_mean reward/p10 reward/p50 reward/p90 optim/lr
-  optim/grad_norm time/step_s
-  time/wait_batch_s time/train_s time/sync_s perf/tokens_per_s perf/mfu perf/peak_gib reward/noisy""".split()
-EVAL_KEYS = (
-    "step version_first version_last env reward/mean pass@1 pass@k n ci95 tokens truncated seconds noisy".split()
-)
-ROLLOUT_KEYS = "step version env example group rollout reward metrics truncated prompt completion error dropped".split()
-
-
-def slow_cispo(**given):
+def slow_cispo(micro, logp_N, entropy_N, cfg):
     """A loss that makes a step last a second."""
-    import trainer
-
     time.sleep(1.0)
-    cfg = given.pop("cfg")
-    return trainer.compute_loss(**given, cfg=cfg._replace(loss="cispo"))
+    return trainer.compute_loss(micro, logp_N, entropy_N, cfg._replace(loss="cispo"))
 
 
 @pytest.mark.slow
@@ -365,8 +543,24 @@ def test_overlap(launched):
     """Generate and train take a second each; a step takes less than three quarters of their sum."""
     slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
     _, run_dir = launched(6, '{ kind = "noise" }', *slow, FAKE='{"generate_s": 1.0}')
-    seconds = sorted(m["time/step_s"] for m in lines(run_dir / "metrics.jsonl")[2:])
-    assert seconds[len(seconds) // 2] < 0.75 * 2.0, seconds
+    shares = sorted(m["time/step_s"] / (1.0 + m["time/train_s"]) for m in lines(run_dir / "metrics.jsonl")[2:])
+    assert shares[len(shares) // 2] < 0.75, shares
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["full", "adapters"])
+def test_a_whole_run_in_16_bits(how, launched):
+    """Every version within the canary's limit, rollouts up to two versions old; adapters go on from a checkpoint."""
+    overrides = ("trainer.dtype=bf16", f"trainer.use_lora={str(how == 'adapters').lower()}", "checkpoint.every=2")
+    more = ("orchestrator.max_staleness=2", "eval.every=2", "trainer.gradient_checkpointing=true")
+    for steps in (2, 4) if how == "adapters" else (4,):
+        done, run_dir = launched(steps, '{ kind = "noise" }', *overrides, *more)
+    metrics = lines(run_dir / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(4)), done.stdout + done.stderr
+    assert all(m["sync/dlogp_mean"] < 0.05 and m["policy/kl_sampler"] < 0.01 for m in metrics)
+    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 2, 4]
+    name = "adapter_model" if how == "adapters" else "model"
+    assert (run_dir / "final" / f"{name}.safetensors").is_file() and not (run_dir / "adapters").exists()
 
 
 @pytest.mark.slow
@@ -379,10 +573,11 @@ def test_servers_that_run_elsewhere(launched, fake_servers):
     assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
 
 
-@pytest.mark.slow
-def test_a_server_of_another_run_is_refused(launched, fake_servers):
-    done, _ = launched(2, '{ kind = "noise" }', f'inference.urls=["{fake_servers()}"]', check=False)
-    assert done.returncode == 2 and "a server of another run answers" in done.stderr.splitlines()[-1]
+def test_a_server_of_another_run_is_refused(make_cfg, fake_servers, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLEMODEL_RUN_ID", "mine")
+    with pytest.raises(RunError, match="a server of another run answers: .*this run is 'mine'") as e:
+        trainer.WeightSender(make_cfg(f'inference.urls=["{fake_servers()}"]'), tmp_path, torch.device("cpu"))
+    assert e.value.code == 2
 
 
 @pytest.mark.slow
@@ -390,7 +585,7 @@ def test_user_code_that_never_returns_does_not_keep_the_run(launched):
     """One reward in five sleeps for ever in its thread: its rollouts time out, and the run ends when it is done."""
     started = time.monotonic()
     _, run_dir = launched(2, '{ kind = "stuck" }', "orchestrator.generation_timeout=2")
-    assert "TimeoutError" in {r["error"] for r in lines(run_dir / "rollouts.jsonl")}
+    assert any(r["error"].startswith("TimeoutError") for r in lines(run_dir / "rollouts.jsonl"))
     assert time.monotonic() - started < 60
 
 
@@ -399,18 +594,3 @@ def test_a_run_that_cannot_learn_exits_4(launched):
     done, run_dir = launched(3, '{ kind = "constant" }', check=False)
     assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]
     assert str(run_dir / "logs" / "orchestrator.log") in done.stderr.splitlines()[-1]
-
-
-# --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def test_why_drop():
-    good, none = orchestrator.Rollout({}, reward=1.0, trainable=True), orchestrator.Rollout({}, error="X")
-    bad, masked = orchestrator.Rollout({}, reward=0.0, trainable=True), orchestrator.Rollout({}, reward=0.5)
-    assert "flat" in orchestrator.why_drop([good, good, none], 1.0)
-    assert orchestrator.why_drop([good, none], 1.0) == "failed: , X"
-    assert not orchestrator.why_drop([good, bad, none], 1.0)
-    slow = orchestrator.Rollout({}, reward=1.0, trainable=True, num_turns=3)
-    assert "flat" in orchestrator.why_drop([good, slow], 1.0) and not orchestrator.why_drop([good, slow], 0.9)
-    assert not orchestrator.why_drop([good, masked], 1.0)
-    assert orchestrator.why_drop([masked, orchestrator.Rollout({}, reward=0.7)], 1.0) == "empty or masked"

@@ -1,19 +1,26 @@
-"""tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server."""
+"""tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server. And
+tools/show.py and tmux.sh."""
 
 import asyncio
 import json
+import os
+import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tiny_model
 from aiohttp import web
-from conftest import ROOT, all_batches, free_port, lines, run_trainer, write_run
+from conftest import ROOT, all_batches, free_port, lines, make_samples, run_trainer, write_run
+from safetensors.numpy import save_file
 
-import orchestrator
-from configs.lib.runtime import RunError
-from configs.lib.text import tokenize_conversation
+from configs import RunError
+from orchestrator import save_batch
+from tools import evaluate, show
 from tools.evaluate import pass_at, wilson
 
 OPENAI = {"model", "messages", "prompt", "temperature", "max_tokens", "stop", "tools"}  # and no more: no n, no vLLM
@@ -67,11 +74,17 @@ def counting():
     return lambda body: {"content": "abc" if next(count) % 3 else "abcdef"}
 
 
+def trained_texts(batch, tokenizer):
+    """What is trained of each sample."""
+    parts = zip(*(batch.columns[name].split(batch.lens.tolist()) for name in ("tokens", "mask")))
+    return [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in parts]
+
+
 def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
     """The command line as a user gives it, in a process of its own."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     with PlainServer(counting()) as server:
-        command = [sys.executable, "orchestrator.py", str(toml), "--eval", "--base-url", server.url, "--n", "5",
+        command = [sys.executable, "tools/evaluate.py", str(toml), "--eval", "--base-url", server.url, "--n", "5",
                    "--rollouts-per-example", "4", "--out", str(tmp_path / "eval.jsonl")]  # fmt: skip
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OPENAI_API_KEY": "secret"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
@@ -93,7 +106,7 @@ def test_rules_of_thumb(kind, advice, tmp_path, models, capsys):
     toml = write_run(tmp_path, models["untied"], 1, f'{{ kind = "{kind}" }}')
     with PlainServer(counting()) as server:
         args = ["--base-url", server.url, "--model", "m", "--n", "3", "--rollouts-per-example", "4"]
-        orchestrator.main([str(toml), "--eval", *args])
+        evaluate.main([str(toml), "--eval", *args])
     assert advice in capsys.readouterr().out and {body["model"] for body in server.bodies} == {"m"}
 
 
@@ -110,7 +123,7 @@ def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
     mix += 'args = { kind = "tool" }\n[[env]]\nid = "think_env"\nargs = { kind = "text" }'
     toml = write_run(tmp_path, models["untied"], 1, mix)
     with PlainServer(answer) as server:
-        orchestrator.main([str(toml), "--eval", "--base-url", server.url, "--out", str(tmp_path / "eval.jsonl")])
+        evaluate.main([str(toml), "--eval", "--base-url", server.url, "--out", str(tmp_path / "eval.jsonl")])
     by_env = {}
     for line in lines(tmp_path / "eval.jsonl"):
         by_env.setdefault(line["env"], []).append(line)
@@ -124,9 +137,7 @@ def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
 def test_a_server_that_always_fails_ends_with_4(tmp_path, models):
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     with PlainServer(lambda body: 1 / 0) as server, pytest.raises(RunError, match="every rollout failed") as e:
-        orchestrator.main(
-            [str(toml), "--eval", "--base-url", server.url, "--n", "1", "orchestrator.generation_timeout=2"]
-        )
+        evaluate.main([str(toml), "--eval", "--base-url", server.url, "--n", "1", "orchestrator.generation_timeout=2"])
     assert e.value.code == 4
 
 
@@ -135,21 +146,20 @@ def test_generate_then_train_offline(tmp_path, models, capsys):
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     with PlainServer(counting()) as server:
         more = ["--base-url", server.url, "--rollouts-per-example", "4"]
-        orchestrator.main([str(toml), "--generate", "40", str(tmp_path / "data.jsonl"), *more])
+        evaluate.main([str(toml), "--generate", "40", str(tmp_path / "data.jsonl"), *more])
     written = lines(tmp_path / "data.jsonl")
     assert len(written) == 40 and {line["example"] for line in written} == set(range(10))
-    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
     batches = all_batches(tmp_path / "run-offline")
     assert sum(b.info["rollouts"] for b in batches) == 40 and batches[0].info["offline"]
     tokenizer = tiny_model.make_tokenizer()
     for batch in batches:
-        for s, tokens, mask in zip(batch.samples, *(x.split(batch.sample_lens.tolist()) for x in batch[:2])):
-            text = tokenizer.decode(tokens[mask.bool()].tolist())
+        for s, text in zip(batch.samples, trained_texts(batch, tokenizer)):
             assert text in ("abc<|end|>", "abcdef<|end|>") and (s["reward"] == 1) == (text == "abcdef<|end|>")
-            group = [x["reward"] for x in batch.samples if x["group"] == s["group"]]
-            assert s["advantage"] == pytest.approx(s["reward"] - sum(group) / len(group))
+            assert len({x["reward"] for x in batch.samples if x["group"] == s["group"]}) == 2
+        assert batch.columns["old_logp"][batch.columns["mask"]].isnan().all()  # nobody knows it
     with pytest.raises(RunError, match="holds batches: choose another run_name"):
-        orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+        evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
     assert "next: torchrun trainer.py" in capsys.readouterr().out
     replay = tmp_path / "run-offline" / "batches"
     run_trainer(toml, "--replay", replay, "max_steps=9")
@@ -158,7 +168,7 @@ def test_generate_then_train_offline(tmp_path, models, capsys):
     metrics = lines(tmp_path / "run-replay-cispo" / "metrics.jsonl")
     assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
     sft = ["run_name=sft", "trainer.loss=sft"]
-    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "--min-reward", "1", *sft])
+    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "--min-reward", "1", *sft])
     assert sum(b.info["rollouts"] for b in all_batches(tmp_path / "sft-offline")) == 14
     run_trainer(toml, "--replay", tmp_path / "sft-offline" / "batches", *sft, "trainer.learning_rate=1e-2")
     assert (tmp_path / "sft-replay-sft" / "final" / "model.safetensors").is_file()
@@ -180,7 +190,7 @@ def test_bad_lines_of_offline_files_are_named(tmp_path, models, capsys):
     }.items():
         (tmp_path / "data.jsonl").write_text(text + "\n")
         with pytest.raises((RunError, ValueError), match=problem) as e:
-            orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+            evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
         assert e.value.code == 4
 
 
@@ -188,14 +198,14 @@ def test_conversations_become_samples_of_the_policys_tokens():
     tokenizer, talk = tiny_model.make_tokenizer(), []
     for i in range(2):
         talk += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
-    (one,) = tokenize_conversation(tokenizer, talk)
+    (one,) = tiny_model.tokenize_conversation(tokenizer, talk)
     said = [t for t, m in zip(one["tokens"], one["mask"]) if m]
     assert tokenizer.decode(said) == "a0<|end|>a1<|end|>" and tokenizer.decode(one["tokens"]) == tokenizer.decode(
         tokenizer.apply_chat_template(talk, return_dict=False)
     )
-    assert {t for t, m in zip(one["turns"], one["mask"]) if m} == {0, 1}
+    assert {t for t, m in zip(one["turn"], one["mask"]) if m} == {0, 1}
     tokenizer.chat_template += "\n"  # written after the end token: never the policy's to say
-    assert tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
+    assert tiny_model.tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
 
 
 def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, models):
@@ -209,20 +219,14 @@ def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, models):
     data = [{"prompt": shots, "completion": [{"role": "assistant", "content": c}], "reward": r, "truncated": c == "tw"}
             for c, r in (("two", 1.0), ("tw", 0.0), ("no", 0.5))]  # fmt: skip
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
-    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
     (batch,) = all_batches(tmp_path / "run-offline")
     tokenizer = tiny_model.make_tokenizer()
-    trained = [
-        tokenizer.decode(t[m.bool()].tolist())
-        for t, m in zip(*(x.split(batch.sample_lens.tolist()) for x in batch[:2]))
-    ]
-    assert trained == ["two<|end|>", "", "no<|end|>"]
-    assert [s["advantage"] for s in batch.samples] == [0.5, -0.5, 0.0] and {s["num_turns"] for s in batch.samples} == {
-        1
-    }
-    orchestrator.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "trainer.loss=sft", "run_name=sft"])
+    assert trained_texts(batch, tokenizer) == ["two<|end|>", "", "no<|end|>"]
+    assert [s["reward"] for s in batch.samples] == [1.0, 0.0, 0.5] and {s["num_turns"] for s in batch.samples} == {1}
+    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "trainer.loss=sft", "run_name=sft"])
     (batch,) = all_batches(tmp_path / "sft-offline")
-    assert len(batch.samples) == 2 and {s["advantage"] for s in batch.samples} == {1.0}
+    assert trained_texts(batch, tokenizer) == ["two<|end|>", "no<|end|>"]
 
 
 def test_intervals_and_pass_at_k():
@@ -234,8 +238,96 @@ def test_intervals_and_pass_at_k():
     assert pass_at(2, [[1, 0.5], [0, 0], [2]]) == (0.5, 2)  # the third has too few
 
 
-def test_the_loop_does_not_need_tools(tmp_path):
-    """tools/ may be deleted: nothing of the loop imports it."""
+def test_nothing_needs_tools():
+    """tools/ may be deleted: nothing imports it."""
     for path in [*ROOT.glob("*.py"), *(ROOT / "configs").glob("**/*.py")]:
-        imports = [line for line in path.read_text().splitlines() if line.startswith(("import tools", "from tools"))]
-        assert not imports, (path, imports)
+        imports = re.findall(r"^\s*(?:import|from) tools\b", path.read_text(), re.MULTILINE)
+        assert not imports, path
+
+
+# --- reading rollouts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_run(models, tmp_path):
+    """Two steps of two groups of two, of which the second group of a step is flat; the second step is not trained."""
+    (tmp_path / "batches").mkdir()
+    config = f'model = "{models["untied"]}"\n[trainer]\nloss = "cispo"\nadvantage = "mean"\ngamma = 1.0\n'
+    (tmp_path / "config.toml").write_text(config)
+    told = []
+    for step in range(2):
+        samples = make_samples(4, seed=step, group=2)
+        for i, s in enumerate(samples):
+            s |= {"env": "task", "reward": [0.0, 1.0, 0.5, 0.5][i], "num_turns": 1}
+            about = {key: s[key] for key in ("env", "group", "rollout", "reward", "num_turns")}
+            about |= {
+                "step": step,
+                "example": 7 + s["group"],
+                "truncated": False,
+                "error": "",
+                "metrics": {"exact": 0.5},
+            }
+            about |= {"prompt": [{"role": "user", "content": "why"}], "answer": "so"}
+            about |= {"completion": [{"role": "assistant", "content": f"\x1b[2J {step} {i}"}]}
+            told.append(about | {"dropped": "flat at reward 0.5" if s["group"] else ""})
+        kept = [s for s in samples if not s["group"]]
+        save_batch(tmp_path / "batches" / f"step_{step:06d}.safetensors", kept, {"rollouts": 2})
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in told) + '{"step": 2, "rew')
+    logp = np.concatenate([np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_samples(4, group=2)[:2]])
+    save_file({"logp": logp.astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
+    return tmp_path
+
+
+def shown(capsys, run, *args):
+    show.main([str(run), *args])
+    return capsys.readouterr().out
+
+
+def test_reading_rollouts(small_run, capsys):
+    text = shown(capsys, small_run, "--n", "3")
+    assert text.count("=== step 1, ") == 3 and "\x1b" not in text and "\\x1b[2J 1 " in text
+    assert "reward 1.000 (exact 0.5)" in shown(capsys, small_run, "--sort", "reward", "--n", "1")
+    assert shown(capsys, small_run, "--min-reward", "2").strip() == "no such rollout"
+    text = shown(capsys, small_run, "--max-reward", "0", "--step", "0")
+    assert text.count("===") == 1 and "[answer wanted] so" in text
+    assert "dropped: flat at reward 0.5" in shown(capsys, small_run, "--row", "8", "--n", "1")
+
+
+def test_each_sampled_token_has_the_shade_of_its_value(small_run, capsys):
+    masks = [s["mask"] for s in make_samples(4, group=2)[:2]]
+    text = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99")
+    assert text.count("[---]") == sum(masks[0]) and text.count("[+++]") == sum(masks[1]) and text.count("===") == 2
+    text = shown(capsys, small_run, "--step", "0", "--color", "diff", "--n", "99")
+    assert text.count("[--]") == sum(map(sum, masks))  # 0.05 nats
+    assert "[--]" not in shown(capsys, small_run, "--step", "1", "--color", "diff", "--n", "99")  # not trained yet
+
+
+@pytest.mark.parametrize("low, high, rewards", [(None, None, [-1, 0, 1, None]), (0, None, [0, 1]), (None, 0, [-1, 0])])
+def test_rollouts_are_chosen_by_reward(low, high, rewards, tmp_path):
+    rows = [json.dumps({"step": 0, "env": "a", "example": 1, "dropped": "flat", "reward": x}) for x in (-1, 0, 1, None)]
+    (tmp_path / "rollouts.jsonl").write_text("\n".join(rows) + '\n{"step": 1, "rew')  # and half of one
+    args = SimpleNamespace(step=None, env="a", row=None, min_reward=low, max_reward=high, color=None)
+    assert [line["reward"] for line in show.chosen(tmp_path, args)] == rewards
+    args.color = "advantage"
+    assert not list(show.chosen(tmp_path, args))  # none was trained on
+
+
+# --- tmux -------------------------------------------------------------------------------------------------------------
+
+
+def test_tmux_opens_a_pane_per_role(models, tmp_path):
+    """What tmux is asked for; a stand-in notes it."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tmux").write_text(f'#!/bin/sh\necho "$TMUX|$*" >> {tmp_path}/asked\n')
+    (tmp_path / "bin" / "tmux").chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command, env = ["bash", "tools/tmux.sh", str(toml), "trainer.loss=grpo"], os.environ | {"TMUX": "1", "PATH": path}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "attach" in done.stdout, done.stderr
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert all(x.startswith("|-L rolemodel-run-") for x in asked)  # TMUX is not handed on
+    assert "new-session" in asked[0] and f"bash launch.sh {toml} trainer.loss=grpo" in asked[0]
+    for role in ("trainer", "orchestrator", "inference"):
+        assert sum("split-window" in x and f"run/logs/{role}.log" in x for x in asked) == 1
+    assert not list((tmp_path / "run" / "batches").iterdir())

@@ -1,30 +1,14 @@
-"""configs/wiki_search.py, configs/alphabet_sort.py and configs/reverse_vf.py with scripted policies."""
+"""configs/wiki_search.py and configs/alphabet_sort.py with scripted policies."""
 
-import asyncio
 import json
 
 import alphabet_sort
 import pytest
-import tiny_model
 import wiki_search
 from conftest import ROOT
+from scripted import play
 
-from configs.lib.runtime import load_config
-from configs.lib.text import tokenize_conversation
 from env import load_environment
-
-
-def play(env, row, replies):
-    async def generate(prompt, tools=None):
-        reply = replies.pop(0)
-        return reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
-
-    async def go():
-        state = env.start(row)
-        await env.rollout(state, generate)
-        return state, *await env.rubric.score(state)
-
-    return asyncio.run(go())
 
 
 def test_wiki_search_finds_views_and_answers():
@@ -35,15 +19,15 @@ def test_wiki_search_finds_views_and_answers():
         search = wiki_search.call("search_pages", {"query": name})
         page_id = str([p for p, (title, _) in pages_of(env).items() if title == name][0])
         view = wiki_search.call("view_page", {"page_id": page_id})
-        state, reward, metrics = play(env, row, [search, view, row["answer"] + "."])
+        state, reward, metrics = play(env, row, search, view, row["answer"] + ".")
         assert metrics == {"correct": 1.0, "progress": 2.0} and reward == pytest.approx([0.2, 0.2, 0.6])
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
         assert texts == [f"{page_id}: {name}", f"{name} lives in {row['answer']}."]
         # the same search again earns nothing; an answer that says more than the answer is none
-        _, reward, metrics = play(env, row, [search, search, view, f"it is {row['answer']} or not"])
+        _, reward, metrics = play(env, row, search, search, view, f"it is {row['answer']} or not")
         assert reward == pytest.approx([0.2, 0, 0.2, 0]) and metrics["correct"] == 0
         wrong = wiki_search.call("view_page", {"page_id": "900"})
-        state, reward, _ = play(env, row, [wrong, wiki_search.call("search_pages", {"query": "zz"}), "x"])
+        state, reward, _ = play(env, row, wrong, wiki_search.call("search_pages", {"query": "zz"}), "x")
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
         assert texts == ["error: ValueError: no page '900'", "nothing found"] and reward == [0, 0, 0]
 
@@ -62,7 +46,7 @@ def test_wiki_search_reads_a_directory(tmp_path):
     args = {"corpus": str(tmp_path), "questions": str(tmp_path / "q.jsonl"), "num_eval": 1}
     env = load_environment("wiki_search", args, ROOT / "configs")
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
-    state, reward, _ = play(env, env.dataset[0], [search, wiki_search.call("view_page", {"page_id": "1"}), "sicily"])
+    state, reward, _ = play(env, env.dataset[0], search, wiki_search.call("view_page", {"page_id": "1"}), "sicily")
     assert state["completion"][1]["content"] == "1: Mount Etna" and sum(reward) == pytest.approx(0.8)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no .txt or .md pages"):
@@ -73,36 +57,11 @@ def test_alphabet_sort_asks_again_and_credits_each_turn():
     env = load_environment("alphabet_sort", {"words": "names", "first": 3, "more": 2, "turns": 3}, ROOT / "configs")
     row = env.dataset[0]
     first, second, third = row["info"]["answers"]
-    state, reward, metrics = play(env, row, [first, second, third.upper()])
+    state, reward, metrics = play(env, row, first, second, third.upper())
     assert reward == pytest.approx([1 / 3] * 3) and metrics == {"in_order": pytest.approx(1.0), "exact": 1.0}
     asked = [m["content"] for m in state["prompt"] + state["completion"] if m["role"] == "user"]
     said = " ".join(asked).replace("Sort: ", "").replace("Add: ", "").split()
     assert sorted(said) == third.split() and len(asked) == 3 and set(said) <= set(alphabet_sort.NAMES)
     swapped = " ".join(reversed(second.split()))
-    _, reward, metrics = play(env, row, [first, swapped, third])
+    _, reward, metrics = play(env, row, first, swapped, third)
     assert reward[0] == reward[2] == pytest.approx(1 / 3) and 0 < reward[1] < 1 / 15 and metrics["exact"] == 0
-
-
-def test_splits_are_disjoint():
-    splits = [{r["info"]["answers"][-1] + r["question"] for r in alphabet_sort.rows(s, 128)} for s in ("train", "eval")]
-    assert not splits[0] & splits[1]
-    warm = {r["question"] + str(r["info"]["added"]) for r in alphabet_sort.rows("warmup", 5000)}
-    for split in ("train", "eval"):
-        assert not warm & {r["question"] + str(r["info"]["added"]) for r in alphabet_sort.rows(split, 1000)}
-    people = [{name for name, _ in wiki_search.people(split, num)} for split, num in (("pages", 200), ("warmup", 9000))]
-    assert not people[0] & people[1]
-    env = wiki_search.load_environment()
-    assert not {r["question"] for r in env.dataset} & {r["question"] for r in env.eval_dataset}
-
-
-@pytest.mark.parametrize("task", ["alphabet_sort", "wiki_search", "reverse_vf"])
-def test_toys_fit_their_configuration(task):
-    """What the warm-up teaches fits max_seq_len, and each message max_tokens; nothing is outside the vocabulary."""
-    toml = "verifiers_env" if task == "reverse_vf" else task
-    cfg, module = load_config(ROOT / "configs" / f"{toml}.toml"), __import__(task)
-    tokenizer = tiny_model.make_tokenizer(getattr(module, "TOKENS", ()))
-    for talk in module.demonstrations(300):
-        (sample,) = tokenize_conversation(tokenizer, talk)  # one sample: canonical text does not fork
-        assert len(sample["tokens"]) < cfg.run.max_seq_len and tokenizer.unk_token_id not in sample["tokens"]
-        turns = [t for t, m in zip(sample["turns"], sample["mask"]) if m]
-        assert max(map(turns.count, set(turns))) < cfg.sampling.max_tokens

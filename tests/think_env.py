@@ -1,9 +1,10 @@
 """Environments for tests: turns whose template keeps, or drops, earlier thoughts; reward functions that misbehave."""
 
 import random
+import threading
 import time
 
-from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from env import MultiTurnEnv, Rubric, SingleTurnEnv, ToolEnv
 
 KEEPS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -26,9 +27,39 @@ class OwnPrompt(MultiTurnEnv):
         state["prompt"][0]["content"] = f"changed {random.random():.3f}"
 
 
+class Columns(SingleTurnEnv):
+    """Adds the place of each token as a column, or, with num_turns = 0, a column that is too short."""
+
+    is_right = True
+
+    async def add_columns(self, samples):
+        for sample in samples:
+            sample["place"] = list(range(len(sample["tokens"]) if self.is_right else 1))
+
+
+class Blocks(MultiTurnEnv):
+    """From batch 2 on its method blocks the event loop for ever, while a thread prints without end."""
+
+    async def env_response(self, messages, state):
+        if state["step"] == 2:
+            threading.Thread(target=print_on, daemon=True).start()
+            time.sleep(3600)
+        return [{"role": "user", "content": "and then?"}]
+
+
+def print_on():
+    while True:
+        print("still here", flush=True)
+        time.sleep(0.1)
+
+
 def letters(completion):
     """Equal for two random answers one time in five."""
-    return sum(map(ord, completion[-1]["content"])) % 5
+    return letters_sum(completion) % 5
+
+
+def letters_sum(completion):
+    return sum(map(ord, completion[-1]["content"]))
 
 
 def misbehaves(completion, state):
@@ -45,6 +76,14 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
     rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num_rows)]
     if kind == "turns":
         return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
+    if kind == "blocks":
+        return Blocks(rows, eval_dataset=rows[:1], max_turns=2, rubric=Rubric([noisy]))
+    if kind == "tools":
+        return ToolEnv(rows, [double], rubric=Rubric([noisy]))
+    if kind == "columns":
+        env = Columns(rows, rubric=Rubric([noisy]))
+        env.is_right = num_turns > 0
+        return env
     if kind == "own prompt":
         return OwnPrompt(rows, max_turns=1, rubric=Rubric([letters]))
     if kind == "text":
@@ -52,9 +91,14 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
         return SingleTurnEnv(rows, rows[:3], rubric=Rubric([text_letters]))
     if kind == "letter":
         return SingleTurnEnv(rows, rows[:8], rubric=Rubric([long_answer]))
-    functions = (zero, misbehaves, constant, raises, sleeps, stuck)
+    functions = (zero, misbehaves, constant, raises, sleeps, stuck, none_if_wrong)
     function = noisy if kind == "noise" else next(f for f in functions if f.__name__ == kind)
     return SingleTurnEnv(rows, rows[:3] if kind != "constant" else None, rubric=Rubric([function]))
+
+
+def double(a: int) -> int:
+    """Twice a."""
+    return 2 * a
 
 
 def noisy(answer):
@@ -80,6 +124,12 @@ def constant():
 
 def raises():
     raise ValueError("never scores")
+
+
+def none_if_wrong(completion):
+    """Forgets to return 0.0: an answer in four gets a reward, the others none."""
+    if letters_sum(completion) % 4 == 0:
+        return 1.0
 
 
 def sleeps():

@@ -1,8 +1,8 @@
-"""Beside the loop: evaluate a model before anything is trained, make data with it, turn data into batches.
+"""Beside a run: evaluate a model before anything is trained, make data with it, turn data into batches.
 
-    python orchestrator.py config.toml --eval [--base-url URL] [--model NAME] [--n 50] [--rollouts-per-example 4]
-    python orchestrator.py config.toml --generate 1000 out.jsonl [--base-url URL] [--model NAME]
-    python orchestrator.py config.toml --offline out.jsonl [--min-reward 0.5]
+    python tools/evaluate.py config.toml --eval [--base-url URL] [--model NAME] [--n 50] [--rollouts-per-example 4]
+    python tools/evaluate.py config.toml --generate 1000 out.jsonl [--base-url URL] [--model NAME]
+    python tools/evaluate.py config.toml --offline out.jsonl [--min-reward 0.5]
 
 Any OpenAI-compatible endpoint will do; the key comes from OPENAI_API_KEY. --offline needs no server: lines with prompt,
 completion and reward become batch files for trainer.py --replay, with trainer.loss=sft as demonstrations."""
@@ -12,17 +12,18 @@ import asyncio
 import json
 import math
 import os
+import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import orchestrator
-from configs.lib.metrics import eval_metrics, function_means, pass_at, wilson
-from configs.lib.offline import write_offline
-from configs.lib.process import UserThreads
-from configs.lib.runtime import RunError, load_config
-from env import load_environment
-from trainer import compute_advantages
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import configs
+from configs import RunError
+from env import load_environment, read_json_lines
+from orchestrator import eval_metrics, function_means, run_group, save_batch
+from tools.plot import wilson
 
 
 def arguments(argv):
@@ -40,7 +41,7 @@ def arguments(argv):
     parser.add_argument("--out", type=Path, help="with --eval: the rollouts as JSON Lines")
     parser.add_argument("--min-reward", type=float, default=-math.inf, help="--offline leaves lines below it out")
     args = parser.parse_intermixed_args(argv)
-    return args, load_config(args.config, args.overrides)
+    return args, configs.load_config(args.config, args.overrides)
 
 
 # --- rollouts against any server --------------------------------------------------------------------------------------
@@ -49,12 +50,12 @@ def arguments(argv):
 def connect(args, cfg):
     import openai
 
-    urls = cfg.inference.urls or [f"http://127.0.0.1:{cfg.inference.port}"]
-    url = args.base_url or os.environ.get("OPENAI_BASE_URL") or f"{urls[0]}/v1"
-    timeout = cfg.orchestrator.generation_timeout
-    return openai.AsyncOpenAI(
-        base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"), max_retries=5, timeout=timeout
-    )
+    urls = cfg.inference.urls or [f"http://127.0.0.1:{cfg.inference.port}"] * (cfg.inference.port > 0)
+    url = args.base_url or os.environ.get("OPENAI_BASE_URL") or (f"{urls[0]}/v1" if urls else "")
+    if not url:
+        raise RunError(2, "where is the server? Give --base-url, OPENAI_BASE_URL, inference.urls or inference.port")
+    key, timeout = os.environ.get("OPENAI_API_KEY", "none"), cfg.orchestrator.generation_timeout
+    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=5, timeout=timeout)
 
 
 def bind(client, model, sampling):
@@ -64,18 +65,17 @@ def bind(client, model, sampling):
     async def one(prompt, tools):
         if isinstance(prompt, str):
             reply = await client.completions.create(model=model, prompt=prompt, **sampling)
-            message, choice = reply.choices[0].text, reply.choices[0]
-        else:
-            more = {"tools": tools} if tools else {}
-            reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
             choice = reply.choices[0]
-            message = {"role": "assistant", "content": choice.message.content or ""}
-            if reasoning := getattr(choice.message, "reasoning", None) or getattr(
-                choice.message, "reasoning_content", None
-            ):
-                message["reasoning"] = reasoning
-            if choice.message.tool_calls:
-                message["tool_calls"] = [call.model_dump() for call in choice.message.tool_calls]
+            return choice.text, [], [], [], choice.finish_reason, [0, 0]
+        more = {"tools": tools} if tools else {}
+        reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
+        choice = reply.choices[0]
+        message = {"role": "assistant", "content": choice.message.content or ""}
+        for key in ("reasoning", "reasoning_content"):
+            if text := getattr(choice.message, key, None):
+                message["reasoning"] = text
+        if choice.message.tool_calls:
+            message["tool_calls"] = [call.model_dump() for call in choice.message.tool_calls]
         return message, [], [], [], choice.finish_reason, [0, 0]
 
     async def ask(prompt, n, tools=None):
@@ -84,51 +84,64 @@ def bind(client, model, sampling):
     return ask
 
 
+def sampling_of(cfg, is_training):
+    """What goes into each request: of training for --generate, of eval for --eval."""
+    s, e = cfg.sampling, cfg.eval
+    sampling = {"temperature": s.temperature if is_training else e.temperature}
+    sampling["max_tokens"] = s.max_tokens if is_training else e.max_tokens or s.max_tokens
+    if s.stop:
+        sampling["stop"] = s.stop
+    if s.top_p < 1:
+        sampling["top_p"] = s.top_p
+    if s.chat_template_kwargs:  # not every server knows it, but then what is asked for is not to be had
+        sampling["extra_body"] = {"chat_template_kwargs": s.chat_template_kwargs}
+    return sampling
+
+
 async def roll_out(env, rows, k, ask, cfg, on_group):
     """k rollouts of each row -> groups in the order of rows; on_group(i, group) as each is done."""
     slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // k))
 
     async def one(i, row):
         async with slots:
-            group = await orchestrator.run_group(env, row, k, ask, 0, cfg)
+            group = await run_group(env, row, k, ask, 0, cfg)
         on_group(i, group)
         return group
 
     return await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))
 
 
-def as_lines(name, i, group):
-    for j, r in enumerate(group):
-        line = {"env": name, "example": i, "rollout": j, "tools": r.state["tools"]}
-        line |= {key: r.state[key] for key in ("prompt", "completion", "answer", "info")}
-        yield line | {key: getattr(r, key) for key in "reward turn_rewards num_turns metrics truncated error".split()}
+def as_line(name, i, j, rollout):
+    line = {"env": name, "example": i, "rollout": j, "tools": rollout.state["tools"]}
+    line |= {key: rollout.state[key] for key in ("prompt", "completion", "answer", "info")}
+    return line | {
+        key: getattr(rollout, key) for key in "reward turn_rewards num_turns metrics truncated error".split()
+    }
 
 
 async def run(args, cfg):
-    asyncio.get_running_loop().set_default_executor(UserThreads(256))
-    client, num, e = connect(args, cfg), int(args.generate[0]) if args.generate else 0, cfg.eval
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
+    client, num = connect(args, cfg), int(args.generate[0]) if args.generate else 0
     model = args.model or (await client.models.list()).data[0].id
-    k = args.rollouts_per_example or (cfg.orchestrator.rollouts_per_example if num else e.rollouts_per_example)
-    max_tokens = cfg.sampling.max_tokens if num else e.max_tokens or cfg.sampling.max_tokens
-    sampling = {"temperature": cfg.sampling.temperature if num else e.temperature, "max_tokens": max_tokens}
-    sampling |= {"stop": cfg.sampling.stop} if cfg.sampling.stop else {}
-    sampling |= {"top_p": cfg.sampling.top_p} if cfg.sampling.top_p < 1 else {}
-    if cfg.sampling.chat_template_kwargs:  # not every server knows it, but then what is asked for is not to be had
-        sampling["extra_body"] = {"chat_template_kwargs": cfg.sampling.chat_template_kwargs}
+    k = args.rollouts_per_example or (cfg.orchestrator if num else cfg.eval).rollouts_per_example
+    ask = bind(client, model, sampling_of(cfg, num > 0))
     out = open(args.generate[1] if num else args.out or os.devnull, "w")
     for spec in cfg.env:
         env = load_environment(spec.id, spec.args, cfg.path.parent)
-        share = math.ceil(num / k * spec.ratio / sum(s.ratio for s in cfg.env))
-        split = env.dataset if num else env.eval_dataset or env.dataset
-        rows = [split[i % len(split)] for i in range(share)] if num else split[: args.n or e.num_examples or None]
+        if num:
+            share = math.ceil(num / k * spec.ratio / sum(s.ratio for s in cfg.env))
+            rows = [env.dataset[i % len(env.dataset)] for i in range(share)]
+        else:
+            rows = (env.eval_dataset or env.dataset)[: args.n or cfg.eval.num_examples or None]
 
         def write(i, group, name=spec.name):
-            out.writelines(json.dumps(line, default=str) + "\n" for line in as_lines(name, i, group))
+            for j, rollout in enumerate(group):
+                out.write(json.dumps(as_line(name, i, j, rollout), default=str) + "\n")
             out.flush()
 
         started = time.monotonic()
         print(f"{spec.name}: {len(rows)} examples x {k} rollouts, {model} at {client.base_url}", flush=True)
-        groups = await roll_out(env, rows, k, bind(client, model, sampling), cfg, write)
+        groups = await roll_out(env, rows, k, ask, cfg, write)
         report(spec.name, groups, k, time.monotonic() - started)
     if num:
         print(f"wrote {args.generate[1]}")
@@ -137,8 +150,19 @@ async def run(args, cfg):
 # --- what it means ----------------------------------------------------------------------------------------------------
 
 
+def pass_at(k, groups):
+    """Unbiased: the chance that k of an example's n rollouts, drawn without replacement, hold one with reward >= 1
+    (2107.03374) -> mean over examples with k rollouts or more, their number."""
+    chances = []
+    for rewards in groups:
+        n, c = len(rewards), sum(r >= 1 for r in rewards)
+        if n >= k:
+            chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
+    return sum(chances) / len(chances) if chances else math.nan, len(chances)
+
+
 def report(name, groups, k, seconds):
-    errors = Counter(r.error for group in groups for r in group if r.error)
+    errors = Counter(r.where for group in groups for r in group if r.error)
     scored = [rewards for group in groups if (rewards := [r.reward for r in group if r.reward is not None])]
     if not scored:
         raise RunError(4, f"{name}: every rollout failed: {dict(errors)}")
@@ -146,14 +170,15 @@ def report(name, groups, k, seconds):
     print(f"  avg@{k} {m['reward/mean']:.3f} +- {m['ci95']:.3f} (95 %, over {len(scored)} examples)")
     for size in sorted({1, k} | {2**i for i in range(k.bit_length()) if 2**i < k}):
         p, n = pass_at(size, scored)
-        if not n:
+        if n:
+            low, high = wilson(p, n)
+            print(f"  pass@{size} {p:.3f} (95 %: {low:.3f} to {high:.3f})")
+        else:
             print(f"  pass@{size}: no example has {size} scored rollouts")
-            continue
-        low, high = wilson(p, n)
-        print(f"  pass@{size} {p:.3f} (95 %: {low:.3f} to {high:.3f})")
     functions = function_means([r for group in groups for r in group])
     print("  " + ", ".join(f"{key} {value:.3f}" for key, value in functions.items()))
-    print(f"  truncated {m['truncated']:.3f}, errors {dict(errors) or 0}, {seconds:.0f} s")
+    print(f"  truncated {m['truncated']:.3f}, lost to errors {errors.total()}{f' {dict(errors)}' if errors else ''}, "
+          f"{seconds:.0f} s")  # fmt: skip
     varied = sum(len(set(rewards)) > 1 for rewards in scored) / len(scored)
     if num >= 10 and max(map(max, scored)) <= 0:
         print(f"  too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model.")
@@ -165,10 +190,97 @@ def report(name, groups, k, seconds):
         print(f"  {varied:.0%} of the examples have rewards that differ; only these teach.")
 
 
+# --- texts of other people, or of --generate, as batches --------------------------------------------------------------
+
+
+def to_samples(line, tokenizer, cfg):
+    """One conversation -> samples; text prompts (base models) are continued by text."""
+    from configs.tiny_model import tokenize_conversation
+
+    if not isinstance(line["prompt"], str):
+        messages, more = line["prompt"] + line["completion"], cfg.sampling.chat_template_kwargs
+        return tokenize_conversation(tokenizer, messages, line.get("tools"), len(line["prompt"]), **more)
+    prompt, answer = tokenizer.encode(line["prompt"]), tokenizer.encode("".join(line["completion"]))
+    answer = [t for t in answer if t != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
+    return [{
+        "tokens": prompt + answer,
+        "mask": [0] * len(prompt) + [1] * len(answer),
+        "old_logp": [0.0] * len(prompt) + [math.nan] * len(answer),  # nobody knows
+        "turn": [0] * (len(prompt) + len(answer)),
+    }]  # fmt: skip
+
+
+def read_groups(path, min_reward, cfg):
+    """-> [[line, ...], ...]: the lines of an example, with samples; without those that nothing can be learned from,
+    which are counted by why."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
+    if cfg.run.chat_template:
+        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+    is_sft, groups, dropped = cfg.trainer.loss == "sft", {}, Counter()
+    for i, line in enumerate(read_json_lines(path, str(path))):
+        if line.get("error"):  # of the rollout
+            dropped["failed"] += 1
+            continue
+        if not (line.get("prompt") and line.get("completion")):
+            raise RunError(4, f"{path}: line {i + 1} has no prompt or no completion: {str(line)[:200]}")
+        samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
+        if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
+            samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]
+            reward = 0.0 if cfg.orchestrator.zero_truncated_completions and reward is not None else reward
+        if reward is None and not is_sft:
+            dropped["unscored"] += 1
+        elif line.get("truncated") and is_sft:
+            dropped["truncated"] += 1
+        elif reward is not None and reward < min_reward:
+            dropped["below --min-reward"] += 1
+        elif max(len(s["tokens"]) for s in samples) > cfg.run.max_seq_len:
+            dropped["longer than max_seq_len"] += 1
+        else:
+            key = line.get("env", ""), line.get("example", json.dumps(line["prompt"]))
+            num_turns = len({turn for s in samples for turn in s["turn"]})
+            more = {"num_turns": num_turns, "reward": reward or 0.0, "samples": samples}
+            groups.setdefault(key, []).append(line | more)
+    for key, group in [] if is_sft else list(groups.items()):
+        same = {(x["reward"], *(x.get("turn_rewards") or ()), x["num_turns"] * (cfg.trainer.gamma < 1)) for x in group}
+        dropped["flat"] += len(groups.pop(key)) if len(same) == 1 else 0
+    return list(groups.values()), dropped
+
+
+def write_offline(path, min_reward, cfg):
+    """JSON Lines with prompt, completion and reward -> batches in outputs/<run_name>-offline, their directory."""
+    groups, dropped = read_groups(path, min_reward, cfg)
+    place = configs.run_directory(cfg, "-offline") / "batches"
+    if any(place.iterdir()):
+        raise RunError(2, f"{place} holds batches: choose another run_name, or remove them")
+    n, samples, size = 0, [], 0
+    for g, group in enumerate(groups):
+        for i, line in enumerate(group):
+            about = {"env": line.get("env", ""), "example": line.get("example"), "group": g, "rollout": i}
+            about |= {"turn_rewards": line.get("turn_rewards"), "num_turns": line["num_turns"]}
+            about |= {"reward": line["reward"], "age": 0, "temperature": cfg.sampling.temperature}
+            samples += [about | s for s in line["samples"]]
+        size += len(group)
+        if size >= cfg.orchestrator.batch_size or g == len(groups) - 1:
+            info = {"run": configs.identity(cfg), "step": n, "offline": True, "rollouts": size}
+            info |= {"max_tokens": cfg.sampling.max_tokens, "max_staleness": 0}
+            save_batch(place / f"step_{n:06d}.safetensors", samples, info)
+            n, samples, size = n + 1, [], 0
+    print(f"{n} batches in {place}; left out: {dict(+dropped) or 'nothing'}")
+    if not n:
+        raise RunError(4, f"{path}: nothing to learn from: {dict(dropped)}")
+    return place
+
+
 def main(argv):
     args, cfg = arguments(argv)
     if args.offline:
-        place = write_offline(args.offline, args.min_reward, compute_advantages, cfg)
+        place = write_offline(args.offline, args.min_reward, cfg)
         print(f"next: torchrun trainer.py {args.config} --replay {place} {' '.join(args.overrides)}")
     else:
-        asyncio.run(run(args, cfg))
+        asyncio.new_event_loop().run_until_complete(run(args, cfg))  # not closed: user code may hang in threads
+
+
+if __name__ == "__main__":
+    configs.run_role("evaluate", main)

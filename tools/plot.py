@@ -1,90 +1,130 @@
-"""python tools/plot.py outputs/run [more runs, or their replays ...] -> curves.png in the first: eval, reward, KL by
-age, entropy, canary, time. Shades of grey and line styles, for paper. launch.sh draws one after each evaluation."""
+"""python tools/plot.py outputs/run [more runs, or their replays ...] -> curves.png in the first: evaluation, reward, KL
+by age, entropy, canary, time. Shades of grey, line styles and markers, for paper. watch.py draws one after each
+evaluation."""
 
-import json
+import argparse
+import math
 import os
 import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configs.lib.runtime import read_lines
+from tools.show import Lines, run_with
 
-STYLES = [(line, shade) for shade in ("0", "0.6") for line in ("-", "--", ":", "-.")]  # readable without colour
+# Of each run: told apart without colour, also where curves are noisy.
+STYLES = [
+    {"color": "0", "linestyle": "-", "marker": ""},
+    {"color": "0.55", "linestyle": "-", "marker": "o"},
+    {"color": "0", "linestyle": "--", "marker": "^"},
+    {"color": "0.7", "linestyle": "-", "marker": ""},
+    {"color": "0.4", "linestyle": ":", "marker": "s"},
+]
+DASHES = (":", "--", "-.", (0, (1, 4)), (0, (5, 5)), (0, (9, 3)))  # of each age
+PARTS = {"wait_batch": ("1.0", ""), "train": ("0.7", "//"), "sync": ("0.3", ""), "checkpoint": ("0.9", "..")}
 
 
-def read(path):
-    return [json.loads(line) for line in read_lines(path)]
+def wilson(p, n, z=1.96):
+    """95 % interval of a share p of n."""
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    return (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+
+
+def read(run):
+    """-> lines of metrics.jsonl, with what watch.py has added, and of eval.jsonl."""
+    metrics, more, evals = (list(Lines(run / f"{name}.jsonl").new()) for name in ("metrics", "watch", "eval"))
+    added = {line["step"]: line for line in more}
+    return [added.get(m["step"], {}) | m for m in metrics], evals
+
+
+def interval(line, name):
+    """-> value, how far its own 95 % interval goes down and up. A share of n rows has the binomial one, even with
+    several rollouts of a row, which are less than independent."""
+    value = line[name]
+    if name == "reward/mean":
+        return value, line["ci95"], line["ci95"]
+    low, high = wilson(value, line["n"])
+    return value, value - low, high - value
+
+
+def draw_evaluation(axis, run, evals, style):
+    """One curve per environment: a share where there is one of rows solved, else the reward."""
+    names = sorted({e["env"] for e in evals})
+    for i, env in enumerate(names):
+        mine = [e for e in evals if e["env"] == env]
+        shares = [key for key in ("exact", "correct") if all(0 <= e.get(key, -1) <= 1 for e in mine)]
+        name = (shares or ["reward/mean"])[0]
+        value, low, high = zip(*(interval(e, name) for e in mine))
+        label = f"{run.name}{f' {env}' if len(names) > 1 else ''}: {name}"
+        marker = {"marker": "os^vD"[i % 5]}
+        axis.errorbar([e["step"] for e in mine], value, yerr=[low, high], capsize=3, label=label, **style | marker)
+
+
+def draw_time(axis, metrics):
+    below, versions = [0.0] * len(metrics), [m["version"] for m in metrics]
+    for key, (shade, hatch) in PARTS.items():
+        above = [b + (m.get(f"time/{key}_s") or 0) for b, m in zip(below, metrics)]
+        look = {"color": shade, "hatch": hatch, "edgecolor": "black", "linewidth": 0.3}
+        axis.fill_between(versions, below, above, label=key, **look)
+        below = above
+    axis.legend()
 
 
 def plot(runs, out):
+    import matplotlib  # here, since others import this file for its numbers
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for run, (style, shade) in zip(runs, STYLES * len(runs)):
-        metrics, evals = read(run / "metrics.jsonl"), read(run / "eval.jsonl")
-        steps = [m["version"] for m in metrics]
-        axis = axes[0, 0]
-        names = sorted({e["env"] for e in evals})
-        for i, env in enumerate(names):  # one curve per environment
-            mine = [e for e in evals if e["env"] == env]
-            name = next(name for name in ("exact", "correct", "reward/mean") if name in mine[0])
-            label = f"{run.name}{f' {env}' if len(names) > 1 else ''}: {name}"
-            axis.errorbar([e["step"] for e in mine], [e[name] for e in mine], yerr=[e["ci95"] for e in mine],
-                          fmt="os^vD"[i % 5], linestyle=style, capsize=3, color=shade, label=label)  # fmt: skip
-        axis.set_title("evaluation (95 % interval of the reward)")
-        axis = axes[0, 1]
-        axis.plot(steps, [m.get("reward/mean") for m in metrics], style, color=shade)
-        low, high = ([m.get(f"reward/p{q}") for m in metrics] for q in (10, 90))
-        if None not in low:
-            axis.fill_between(steps, low, high, color="0.85", alpha=1 / len(runs))
-        axis.set_title("training reward: mean, 10th to 90th percentile")
-        ages = sorted({int(k[13:]) for m in metrics for k in m if k.startswith("policy/kl_age")})
-        for age, line in zip(ages if len(runs) == 1 else (), (":", "--", "-.", (0, (1, 4)), (0, (5, 5)), (0, (9, 3)))):
-            values = [m.get(f"policy/kl_age{age}") or float("nan") for m in metrics]
-            axes[0, 2].plot(steps, values, linestyle=line, color="0.4", label=f"{age} versions old")
-        for axis, key, title in (
-            (axes[0, 2], "policy/kl_sampler", "KL(sampler || policy), k3, nats"),
-            (axes[1, 0], "policy/entropy", "entropy (nats)"),
-            (axes[1, 1], "sync/dlogp_max", "canary after each sync: largest |dlogp|"),
-        ):
-            axis.plot(
-                steps, [m.get(key) if m.get(key) is not None else float("nan") for m in metrics], style, color=shade
-            )
+    panels = {
+        "reward/mean": (axes[0, 1], "training reward: mean, 10th to 90th percentile"),
+        "policy/kl_sampler": (axes[0, 2], "KL(sampler || policy), k3, nats"),
+        "policy/entropy": (axes[1, 0], "entropy (nats)"),
+        "sync/dlogp_max": (axes[1, 1], "canary after each sync: largest |dlogp|"),
+    }
+    for run, style in zip(runs, STYLES * len(runs)):
+        metrics, evals = read(run)
+        versions = [m["version"] for m in metrics]
+
+        def values(key, metrics=metrics):
+            return [math.nan if m.get(key) is None else m[key] for m in metrics]
+
+        draw_evaluation(axes[0, 0], run, evals, style)
+        if len(runs) == 1:
+            axes[0, 1].fill_between(versions, values("reward/p10"), values("reward/p90"), color="0.85")
+            ages = sorted({int(k[13:]) for m in metrics for k in m if k.startswith("policy/kl_age")})
+            for age, dash in zip(ages if len(ages) > 1 else (), DASHES):
+                label = f"{age} versions old"
+                kl = [x if x > 1e-8 else math.nan for x in values(f"policy/kl_age{age}")]  # less is rounding
+                axes[0, 2].plot(versions, kl, linestyle=dash, color="0.4", label=label)
+        for key, (axis, title) in panels.items():
+            every = max(1, len(versions) // 8)
+            axis.plot(versions, values(key), markevery=every, markersize=4, label=run.name, **style)
             axis.set_title(title)
-        for axis in (axes[0, 2], axes[1, 1]):
-            axis.set_yscale("log")
-        if len(runs) == 1 and len(ages) > 1:
-            axes[0, 2].legend()
-        if run is not runs[0]:
-            continue
-        axis, below = axes[1, 2], [0.0] * len(metrics)
-        for key, shade, hatch in (
-            ("wait_batch", "1.0", ""),
-            ("train", "0.7", "//"),
-            ("sync", "0.3", ""),
-            ("checkpoint", "0.9", ".."),
-        ):
-            above = [b + (m.get(f"time/{key}_s") or 0) for b, m in zip(below, metrics)]
-            axis.fill_between(
-                steps, below, above, color=shade, hatch=hatch, edgecolor="black", linewidth=0.3, label=key
-            )
-            below = above
-        axis.set_title("seconds of a step" + f" ({run.name})" * (len(runs) > 1))
-        axis.legend()
+        if run is runs[0]:
+            draw_time(axes[1, 2], metrics)
+            axes[1, 2].set_title(f"seconds of a step ({run.name})")
+    axes[0, 0].set_title("evaluation, with 95 % intervals")
+    axes[0, 2].set_yscale("log")
+    axes[1, 1].set_yscale("log")
     for axis in axes.flat:
         axis.set_xlabel("version")
         axis.grid(alpha=0.3)
     if axes[0, 0].has_data():
         axes[0, 0].legend(framealpha=0.5)
-    if len(runs) > 1:  # replays have no evaluation
-        axes[1, 0].legend([run.name for run in runs])
+    axes[0, 2].legend(framealpha=0.5)
+    axes[1, 0].legend(framealpha=0.5)
     fig.savefig(tmp := out.with_suffix(f".{os.getpid()}.tmp"), dpi=90, format="png")
     os.replace(tmp, out)  # a reader sees a whole picture
+    plt.close(fig)
+
+
+def main(argv):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=run_with("metrics.jsonl", "eval.jsonl"))
+    runs = parser.parse_args(argv).runs
+    plot(runs, runs[0] / "curves.png")
 
 
 if __name__ == "__main__":
-    folders = [Path(arg) for arg in sys.argv[1:]]
-    plot(folders, folders[0] / "curves.png")
+    main(sys.argv[1:])

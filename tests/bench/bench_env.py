@@ -27,7 +27,7 @@ def load_environment(one_each=False, num=1024, distinct=False):
     return (OneEach if one_each else SingleTurnEnv)(rows, rubric=Rubric([alternating]))
 
 
-def slow_loss(**have):
-    """grpo, and TRAIN_S seconds; a batch has to be one micro-batch."""
-    time.sleep(float(os.environ["TRAIN_S"]))
-    return trainer.compute_loss(**have | {"cfg": have["cfg"]._replace(loss="grpo")})
+def slow_loss(micro, logp_N, entropy_N, cfg):
+    """grpo, and TRAIN_S seconds for a step, however many micro-batches it has."""
+    time.sleep(float(os.environ["TRAIN_S"]) * int(micro["mask_N"].sum()) / micro["tokens"])
+    return trainer.compute_loss(micro, logp_N, entropy_N, cfg._replace(loss="grpo"))

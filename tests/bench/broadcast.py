@@ -1,4 +1,4 @@
-"""The weight broadcast of configs/lib/broadcast.py over gloo on the loopback, to a server that discards what it gets.
+"""The weight broadcast of trainer.py over gloo on the loopback, to a server that discards what it gets.
 
 python broadcast.py [--quick]"""
 
@@ -20,7 +20,7 @@ import conftest  # starts and stops servers
 import torch
 import torch.distributed as dist
 
-from configs.lib.broadcast import WeightSender, make_group
+from trainer import WeightSender, make_group
 
 
 def shapes(layers, hidden, inner, heads, kv, vocab):
@@ -80,8 +80,8 @@ def one_each(sender, tensors):
     """A request and a broadcast for each tensor -> s."""
     began = time.perf_counter()
     for name, tensor in tensors.items():
-        spec = {"version": 0, "tensors": [(name, list(tensor.shape), "bfloat16")], "adapter": None, "backend": "gloo"}
-        replies = sender.servers.rpc("receive_weights", [spec])
+        spec = {"version": 0, "tensors": [(name, list(tensor.shape))], "adapter": None}
+        replies = sender.rpc("receive_weights", [spec])
         sender.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
         [reply.result() for reply in replies]
     return time.perf_counter() - began
@@ -95,17 +95,8 @@ def main(quick):
         place = Path(place)
         model = make_model(place / "model", "0.8M")
         log, port = place / "server.log", conftest.free_port()
-        command = [
-            sys.executable,
-            "tests/fake_vllm.py",
-            "--model",
-            model,
-            "--port",
-            port,
-            "--served-model-name",
-            "real",
-        ]
-        command += ["--dtype", "bfloat16", "--max-model-len", "512"]
+        command = [sys.executable, "tests/fake_vllm.py", "--model", model, "--port", port]
+        command += ["--served-model-name", "real", "--dtype", "bfloat16", "--max-model-len", "512"]
         server = conftest.start([str(x) for x in command], log)
         try:
             conftest.wait_for(f"http://127.0.0.1:{port}", server, log)
@@ -119,7 +110,7 @@ def main(quick):
                 for version in range(repeats):
                     copies.append(plain(size))
                     began = time.perf_counter()
-                    sender.send(version, tensors, [[8, 9]], [0.0], 0)
+                    sender.send(version, tensors)
                     syncs.append(time.perf_counter() - began)
                 copies.append(plain(size))
                 sync, copied, single = statistics.median(syncs), statistics.median(copies), one_each(sender, tensors)

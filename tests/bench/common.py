@@ -38,7 +38,7 @@ def make_model(path, shape):
 
 def config(path, model, *overrides):
     """A checked configuration of full fine-tuning in fp32, of which the parts change what they measure."""
-    from configs.lib.runtime import load_config
+    from configs import load_config
 
     (path / "bench.toml").write_text(f'model = "{model}"\n[env]\nid = "bench_env"\n')
     plain = ("trainer.dtype=fp32", "trainer.use_lora=false", "trainer.gradient_checkpointing=false", "max_seq_len=512")
@@ -53,14 +53,16 @@ def rollouts(num, seed=0):
 
 
 def make_batch(path, lens, vocab, seed=0):
-    """A batch file of such lengths, random tokens, advantages and logprobs -> Batch."""
-    from configs.lib.batch import load_batch, save_batch
+    """A batch file of such lengths, with random tokens and rewards, in groups of 8 -> Batch."""
+    from orchestrator import save_batch
+    from trainer import load_batch
 
     rng = random.Random(seed)
     samples = [{
         "tokens": [rng.randrange(8, min(vocab, 32000)) for _ in range(p + c)], "mask": [0] * p + [1] * c,
-        "logp": [0.0] * p + [-math.log(vocab)] * c, "turns": [0] * (p + c), "advantage": rng.uniform(-1, 1), "age": 0,
-    } for p, c in lens]  # fmt: skip
+        "old_logp": [0.0] * p + [-math.log(vocab)] * c, "turn": [0] * (p + c), "temperature": 1.0, "age": 0,
+        "env": "bench", "group": i // 8, "rollout": i % 8, "reward": rng.random(), "num_turns": 1,
+    } for i, (p, c) in enumerate(lens)]  # fmt: skip
     file = path / f"{len(lens)}_{vocab}.safetensors"
     save_batch(file, samples, {"rollouts": len(lens), "max_tokens": 256})
     return load_batch(file)

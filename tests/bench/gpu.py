@@ -3,7 +3,7 @@
     python gpu.py          # without a GPU: "not measured"
     python gpu.py --toy    # the same code at toy size, on any device
 
-bf16, one packed row per micro-batch. Beside it what prime-rl publishes for one H100, recomputing activations."""
+bf16, one row per micro-batch. Beside it what prime-rl publishes for one H100, recomputing activations."""
 
 import gc
 import itertools
@@ -25,6 +25,9 @@ PUBLISHED = {("0.6B", False, 16384): 11900, ("0.6B", True, 16384): 13300, ("4B",
 GOAL = {("0.6B", False, 16384): 3, ("4B", True, 16384): 2}
 
 
+PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16
+
+
 def make_policy(cfg, shape, device):
     """build_policy with random weights made on the device, instead of a directory of 8 GB."""
     import transformers
@@ -37,27 +40,39 @@ def make_policy(cfg, shape, device):
         num_key_value_heads=kv, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
     )  # fmt: skip
 
-    def random_model(path, dtype, attn_implementation):
+    def random_model(path, **more):
         with device:
-            return transformers.AutoModelForCausalLM.from_config(
-                c, dtype=dtype, attn_implementation=attn_implementation
-            )
+            return transformers.AutoModelForCausalLM.from_config(c, **more)
 
     kept = transformers.AutoModelForCausalLM.from_pretrained
     transformers.AutoModelForCausalLM.from_pretrained = random_model
     try:
-        return trainer.build_policy(cfg, device, 1)
+        return trainer.build_policy(cfg)
     finally:
         transformers.AutoModelForCausalLM.from_pretrained = kept
 
 
+def utilisation(policy, lens, lora, seconds):
+    """-> share of the GPU's peak, None where that is not known. Model FLOPs: 6 per parameter and token (4 where most
+    are frozen), and causal attention; no recomputation."""
+    import torch
+
+    is_cuda = torch.cuda.is_available()
+    peak = [flops for name, flops in PEAK_FLOPS.items() if is_cuda and name in torch.cuda.get_device_name()]
+    c, num = policy.model.config.get_text_config(), sum(p.numel() for p in policy.parameters())
+    if not c.tie_word_embeddings:
+        num -= c.vocab_size * c.hidden_size  # a look-up is no arithmetic
+    width = c.num_attention_heads * c.head_dim
+    flops = (4 if lora else 6) * num * sum(lens) + 6 * c.num_hidden_layers * width * sum(n * n for n in lens)
+    return flops / seconds / peak[0] if peak else None
+
+
 def measure(shape, lora, recompute, tokens, steps=4):
     """-> s of the median training step on one sequence of `tokens`, all but the first trained on, as in prime-rl's
-    benchmark; metrics of the last step."""
+    benchmark; metrics of the last step, with perf/mfu."""
     import torch
 
     import trainer
-    from configs.lib.process import start_distributed
 
     gc.collect()
     torch.cuda.empty_cache()
@@ -70,21 +85,23 @@ def measure(shape, lora, recompute, tokens, steps=4):
             "trainer.micro_batch_size=1", "trainer.lora_rank=16",
         )  # fmt: skip
         batch = make_batch(Path(place), [(1, tokens - 1)], SHAPES[shape][-1])
-    rank, world, device = start_distributed(cfg)
+    trainer.start_distributed(cfg)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     policy = make_policy(cfg, shape, device)
-    params = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(params, 1e-5, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trainer.trained(policy).values(), 1e-5, weight_decay=0.0, fused=True)
     found = []
     for step in range(steps):
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        metrics, _ = trainer.train_step(policy, None, optimizer, batch, step, cfg, rank, world, device)
+        metrics, _ = trainer.train_step(policy, optimizer, batch, step, cfg)
         if device.type == "cuda":
             torch.cuda.synchronize()
         found.append(metrics | {"seconds": time.perf_counter() - began})
+    last = found[-1]
+    last["perf/mfu"] = utilisation(policy, batch.lens.tolist(), lora, last["time/train_s"])
     torch.distributed.destroy_process_group()
-    return statistics.median_low(m["seconds"] for m in found[1:]), found[-1]
+    return statistics.median_low(m["seconds"] for m in found[1:]), last
 
 
 def main(toy):
@@ -104,6 +121,7 @@ def main(toy):
             seconds, metrics = measure(shape, lora, recompute, tokens)
         except torch.OutOfMemoryError:
             rows.append(row(f"{about}: out of memory", 0, ""))
+            print(rows[-1]["measure"], flush=True)
             torch.distributed.destroy_process_group()
             continue
         rate, published = tokens / seconds, PUBLISHED.get((shape, lora, tokens)) if recompute else None
@@ -115,6 +133,8 @@ def main(toy):
         if published:
             goal = GOAL.get((shape, lora, tokens))
             rows.append(row("  of prime-rl's on one H100", rate / published, "x", f">= {goal}" if goal else ""))
+        mfu = f", MFU {100 * metrics['perf/mfu']:.0f} %" if metrics["perf/mfu"] else ""
+        print(f"{about}: {rate:,.0f} tokens/s{mfu}, {metrics['perf/peak_gib']:.1f} GiB", flush=True)
     tell(rows)
 
 

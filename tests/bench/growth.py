@@ -19,13 +19,12 @@ def steps(place, lens, num_steps, *overrides):
     import torch
 
     import trainer
-    from configs.lib.process import start_distributed
 
     torch.set_num_threads(1)
     place, own = Path(place), tempfile.mkdtemp(dir=place)  # each rank its files
     cfg = config(Path(own), place / "model", "trainer.micro_batch_size=16", *overrides)
-    rank, world, device = start_distributed(cfg)
-    policy = trainer.build_policy(cfg, device, world)
+    trainer.start_distributed(cfg)
+    policy = trainer.build_policy(cfg)
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-4, fused=True)
     batch, small = (make_batch(Path(own), x, 102) for x in (lens, lens[: len(lens) // 8] or [(1, 7)]))
     found = []
@@ -34,7 +33,7 @@ def steps(place, lens, num_steps, *overrides):
             reset_peak()
             before = resident()
         began = time.perf_counter()
-        trainer.train_step(policy, None, optimizer, data, i, cfg, rank, world, device)
+        trainer.train_step(policy, optimizer, data, i, cfg)
         found.append(time.perf_counter() - began)
     return statistics.median(found[1:]), resident(peak=True) - before
 

@@ -35,15 +35,8 @@ def serve(place, tokenizer, core):
         replies[f"/v1/chat/completions {n}"] = {"choices": choices, "prompt_token_ids": prompt}
     (place / "replies.json").write_text(json.dumps(replies))
     port = conftest.free_port()
-    command = [
-        "taskset",
-        "-c",
-        str(core),
-        sys.executable,
-        "tests/bench/instant.py",
-        str(port),
-        str(place / "replies.json"),
-    ]
+    command = ["taskset", "-c", str(core), sys.executable, "tests/bench/instant.py", str(port)]
+    command.append(str(place / "replies.json"))
     process = conftest.start(command, place / "instant.log")
     time.sleep(1)
     return process, port

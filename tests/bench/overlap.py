@@ -40,13 +40,7 @@ def run(place, model, name, seconds, steps, fake, *overrides):
     env = os.environ | {"TRAIN_S": str(seconds), "FAKE": json.dumps({"total_s": seconds} | fake)}
     env |= {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
     env |= {"PYTHONPATH": PATHS, "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
-    command = [
-        "bash",
-        str(ROOT / "launch.sh"),
-        str(toml),
-        f"max_steps={steps}",
-        f"inference.port={conftest.free_port()}",
-    ]
+    command = ["bash", str(ROOT / "launch.sh"), str(toml), f"max_steps={steps}"]
     done = subprocess.run([*command, *overrides], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return conftest.lines(place / name / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""A training step on stored ragged rollouts: trainer.py, a bare hand-packed loop, and TRL; and the head's memory.
+"""A training step on stored ragged rollouts: trainer.py, a bare loop by hand, and TRL; and the head's memory.
 
     python step.py [--quick]
 
@@ -21,29 +21,25 @@ def train(model, num, steps, dtype="fp32"):
     import torch
 
     import trainer
-    from configs.lib.attention import Packing
-    from configs.lib.pack import collate, pack
-    from configs.lib.process import start_distributed
 
     place, bare = Path(model).parent, dtype == "fp32"
     cfg = config(place, model, f"trainer.dtype={dtype}", "trainer.micro_batch_size=4")  # 2,048 tokens at a time
-    rank, world, device = start_distributed(cfg)
-    policy = trainer.build_policy(cfg, device, world)
+    trainer.start_distributed(cfg)
+    policy = trainer.build_policy(cfg)
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-4, weight_decay=0.0, fused=True)
     batch = make_batch(place, rollouts(num), policy.model.config.vocab_size)
-    lens, hidden = batch.sample_lens.tolist(), policy.model.config.hidden_size
-    rival = trainer.build_policy(cfg, device, world).model if bare else None
+    with_adv, num_tokens = trainer.add_advantages(batch, cfg.trainer), int(batch.columns["mask"].sum())
+    rival = trainer.build_policy(cfg).model if bare else None
     plain = torch.optim.AdamW(rival.parameters(), 1e-4, weight_decay=0.0, fused=True) if bare else None
 
     def by_hand():
-        for indices in pack(lens, 2048, 1, hidden):
-            m = collate(batch, indices, device)
-            rows = {"input_ids": m["ids_T"][None], "position_ids": m["position_T"][None], "use_cache": False}
-            hidden_TD = rival.model(**rows, packing=Packing(m["lens"], m["cu_lens"])).last_hidden_state[0]
-            log_p_NV = rival.lm_head(hidden_TD[m["index_N"]]).log_softmax(-1)
+        for indices in trainer.cut(batch.lens.tolist(), 2048, 1, *trainer.SHAPES["cpu"]):
+            m = trainer.collate(with_adv, indices, torch.device("cpu"))
+            hidden_BWD = rival.model(input_ids=m["ids_BW"], use_cache=False).last_hidden_state
+            log_p_NV = rival.lm_head(hidden_BWD.flatten(0, 1)[m["index_N"]]).log_softmax(-1)
             r_N = (log_p_NV.gather(-1, m["target_N"][:, None])[:, 0] - m["old_logp_N"]).exp()
             loss_N = -torch.minimum(r_N * m["adv_N"], r_N.clamp(0.8, 1.28) * m["adv_N"])
-            (loss_N.sum() / batch.loss_mask.sum()).backward()
+            (loss_N.sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(rival.parameters(), 1.0)
         plain.step()
         plain.zero_grad()
@@ -51,7 +47,7 @@ def train(model, num, steps, dtype="fp32"):
     ours_s, bare_s = [], []
     for step in range(steps + 1):
         began = time.perf_counter()
-        trainer.train_step(policy, None, optimizer, batch, step, cfg, rank, world, device)
+        trainer.train_step(policy, optimizer, batch, step, cfg)
         ours_s.append(time.perf_counter() - began)
         if bare:
             by_hand()
@@ -64,18 +60,11 @@ def head(tokens, vocab=151936, chunk=0):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from configs.lib.attention import packed_attention
-    from configs.lib.pack import collate
-    from trainer import Policy
+    from trainer import Policy, collate
 
-    torch.nn.attention  # noqa: B018  loaded before memory is counted
-    from transformers import AttentionInterface
-
-    AttentionInterface.register("packed", packed_attention)
     shape = Qwen3Config(vocab_size=vocab, hidden_size=64, intermediate_size=64, num_hidden_layers=1,
                         num_attention_heads=2, num_key_value_heads=1, head_dim=32)  # fmt: skip
-    shape._attn_implementation = "packed"
-    policy = Policy(Qwen3ForCausalLM(shape))
+    policy = Policy(Qwen3ForCausalLM(shape), torch.device("cpu"))
     policy.CHUNK = chunk or policy.CHUNK
     with tempfile.TemporaryDirectory() as place:
         small, large = (make_batch(Path(place), [(1, 1023)] * (n // 1024), vocab) for n in (1024, tokens))
@@ -122,7 +111,7 @@ def main(quick):
             rows.append(row(f"train {shape}: {name}", tokens / medians[name], "tokens/s"))
             rows.append(row(f"train {shape}: ours / {name}", medians[name] / ours, "x", target))
         ratio = statistics.median(b / a for a, b in zip(ours_s, bare_s))
-        rows.append(row(f"train {shape}: ours / bare hand-packed loop", ratio, "x", ">= 0.95"))
+        rows.append(row(f"train {shape}: ours / bare loop by hand", ratio, "x", ">= 0.95"))
         rows.append(row(f"train {shape}, bf16 on CPU", tokens / bf16, "tokens/s"))
     tokens = 4096 if quick else 16384
     rows.append(

@@ -90,8 +90,8 @@ def run(model, steps, seed, learning_rate, goal):
     goal's mean."""
     import reverse_text
 
-    from configs.lib.order import Order
-    from configs.lib.runtime import load_config
+    from configs import load_config
+    from orchestrator import Order
 
     env, means, at, began = reverse_text.load_environment(), [], [], time.perf_counter()
     order = Order(env.dataset, load_config(ROOT / "configs" / "reverse_text.toml", [f"seed={seed}"]))

@@ -1,0 +1,70 @@
+"""Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum" or "orders:Difficulty".
+
+An order may skip an index of the shuffle, nothing else, so a run that is resumed takes the same rows. What it knows of
+rows goes into self.extra, which every batch carries to the next start."""
+
+import math
+import random
+
+from configs import RunError
+from orchestrator import Order
+
+
+class Curriculum(Order):
+    """orchestrator.curriculum = { easy = [0, 100], hard = [50, 500] }: rows of a difficulty are taken from its first
+    step on and no longer from its second; a difficulty that it does not name is always taken. A row whose last
+    orchestrator.retire_after groups were all flat is not taken again."""
+
+    def __init__(self, rows, cfg, ledger=None):
+        super().__init__(rows, cfg, ledger)
+        curriculum = cfg.orchestrator.curriculum
+        wrong = {name: steps for name, steps in curriculum.items() if not is_period(steps)}
+        if wrong:
+            raise RunError(
+                2, f"orchestrator.curriculum = {wrong}: must be {{ difficulty = [first step, step after the last] }}"
+            )
+        known = {str(row.get("difficulty")) for row in rows}
+        unknown = set(curriculum) - known
+        if unknown and len(cfg.env) == 1:  # of several, another one may have them
+            raise RunError(
+                2, f"orchestrator.curriculum names {sorted(unknown)}; the rows' difficulties are {sorted(known)}"
+            )
+
+    def is_wanted(self, index, row, step):
+        o = self.cfg.orchestrator
+        difficulty = str(self.rows[row].get("difficulty"))
+        start, end = o.curriculum.get(difficulty, (0, math.inf))
+        _, flat_groups = self.known(row)
+        is_retired = o.retire_after and flat_groups >= o.retire_after
+        return start <= step < end and not is_retired
+
+    def known(self, row):
+        """-> solve rate, flat groups in a row; of a row that no group was of: 1/2, 0."""
+        return self.extra.get(str(row), (0.5, 0))
+
+    def settle(self, group):
+        """A group is in a committed batch. Its mean reward, cut to 0..1, moves the row's solve rate half way."""
+        super().settle(group)
+        rewards = [r.reward for r in group.rollouts if r.reward is not None]
+        if not rewards:
+            return
+        mean = min(max(sum(rewards) / len(rewards), 0.0), 1.0)
+        rate, flat_groups = self.extra.get(str(group.row), (mean, 0))
+        is_flat = group.dropped.startswith("flat")
+        self.extra[str(group.row)] = [(rate + mean) / 2, flat_groups + 1 if is_flat else 0]
+
+
+class Difficulty(Curriculum):
+    """Takes a row more often the closer its solve rate p is to 1/2, where a group's rewards differ most: with a chance
+    of 4 p (1 - p) + 0.1. What nothing is known of is always taken."""
+
+    def is_wanted(self, index, row, step):
+        rate, _ = self.known(row)
+        chance = random.Random(f"{self.cfg.run.seed}:take:{index}").random()
+        return super().is_wanted(index, row, step) and chance < 4 * rate * (1 - rate) + 0.1
+
+
+def is_period(steps):
+    if not isinstance(steps, list) or [type(step) for step in steps] != [int, int]:
+        return False
+    return 0 <= steps[0] < steps[1]

@@ -1,0 +1,146 @@
+"""configs/losses.py: values and gradients by hand, in float64."""
+
+import math
+
+import losses
+import numpy as np
+import pytest
+import torch
+
+import trainer
+from configs import named
+
+
+def micro_of(old, adv, sample=None, mask=None):
+    """Columns of loss tokens as trainer.py's collate makes them, and the counts of a step of this micro-batch alone."""
+    mask = torch.ones(len(old), dtype=torch.bool) if mask is None else torch.tensor(mask)
+    sample = torch.arange(len(old)) if sample is None else torch.tensor(sample)
+    columns = {"old_logp_N": old, "adv_N": adv, "mask_N": mask, "sample_N": sample}
+    columns["ids_BW"] = torch.zeros(int(sample.max()) + 1, 8)
+    return columns | {"tokens": int(mask.sum()), "samples": len(set(sample[mask].tolist()))}
+
+
+def step_loss(name, micro, logp, cfg):
+    """As the step does it -> the loss, a number with its graph, and the metrics."""
+    loss_N, metrics = losses.LOSSES[name](micro, logp, None, cfg.trainer)
+    total = torch.where(micro["mask_N"], loss_N, 0).sum()
+    return total / max(micro["tokens"], 1), metrics
+
+
+@pytest.fixture
+def cfg(make_cfg):
+    return make_cfg()
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_losses_are_named_by_the_configuration(name, make_cfg):
+    cfg = make_cfg(f"trainer.loss=losses:{name}")
+    assert named(cfg.trainer.loss, {}) is losses.LOSSES[name]
+
+
+LOG_R = [-25.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.7, 25.0]  # logp - old_logp, on either side of each edge
+OLD = [-30.0, -0.3, -0.5, -1.0, -1.0, -1.0, -1.5, -1.5, -3.0, -30.0]
+
+
+def by_hand(name, log_r, adv, p, p_old):
+    """-> d loss / d logp of a token, whether it is clipped; from the papers' formulas."""
+    r = math.exp(min(max(log_r, -20), 20))
+    if name == "icepop":
+        is_out = not 0.5 <= r <= 5
+        return 0.0 if is_out else -r * adv, is_out
+    is_out = (adv > 0 and p - p_old > 0.2) or (adv < 0 and p - p_old < -0.2)
+    is_inside = abs(log_r) < 20  # the clamp of the log ratio has no gradient outside
+    return ((0.0 if is_out else -r * adv) + 2e-3 * log_r) * is_inside, is_out
+
+
+@pytest.mark.parametrize("name", ["dppo", "icepop"])
+@pytest.mark.parametrize("adv", [0.7, -0.7])
+def test_token_losses_have_the_gradients_of_their_papers(name, adv, cfg):
+    old = torch.tensor(OLD, dtype=torch.float64)
+    logp = (old + torch.tensor(LOG_R, dtype=torch.float64)).requires_grad_()
+    loss, metrics = step_loss(name, micro_of(old, torch.full_like(old, adv)), logp, cfg)
+    loss.backward()
+    rows = zip(LOG_R, logp.exp().tolist(), old.exp().tolist())
+    expected = [by_hand(name, log_r, adv, p, p_old) for log_r, p, p_old in rows]
+    np.testing.assert_allclose(logp.grad.numpy() * len(LOG_R), [grad for grad, _ in expected], rtol=1e-9, atol=1e-9)
+    assert metrics["policy/clip_frac"].tolist() == [is_out for _, is_out in expected]
+    assert loss.isfinite() and any(is_out for _, is_out in expected)
+
+
+SAMPLES = [[1e-4, -2e-4, 3e-4], [0.01, 0.02], [-0.01, -0.03, 0.0, -0.01]]  # log r: inside the range, above, below
+
+
+@pytest.mark.parametrize("adv", [0.7, -0.7])
+def test_gspo_is_a_mean_over_samples_with_the_gradient_of_its_paper(adv, cfg):
+    sample = [i for i, row in enumerate(SAMPLES) for _ in row]
+    old = torch.linspace(-3, -1, len(sample), dtype=torch.float64)
+    logp = (old + torch.tensor(sum(SAMPLES, []), dtype=torch.float64)).requires_grad_()
+    loss, metrics = step_loss("gspo", micro_of(old, torch.full_like(old, adv), sample), logp, cfg)
+    loss.backward()
+    value, grad, out = 0.0, [], []
+    for row in SAMPLES:
+        s = math.exp(sum(row) / len(row))
+        clipped = min(max(s, 1 - 3e-4), 1 + 4e-4)
+        is_out = clipped * adv < s * adv
+        value -= min(s * adv, clipped * adv) / len(SAMPLES)
+        grad += [0.0 if is_out else -s * adv / len(row) / len(SAMPLES)] * len(row)
+        out += [is_out] * len(row)
+    assert loss.item() == pytest.approx(value, abs=1e-12) and metrics["policy/clip_frac"].tolist() == out
+    np.testing.assert_allclose(logp.grad.numpy(), grad, rtol=1e-9, atol=1e-12)
+
+
+def test_gspo_equals_trls(cfg):
+    """TRL 1.16.0's GRPOTrainer._compute_loss with loss_type="grpo" and importance_sampling_level="sequence" on the same
+    numbers: the loss, then its gradient on each of the seven tokens."""
+    old = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5], dtype=torch.float64)
+    shift = torch.tensor([0.5, -0.4, 0.1, 2.0, -0.3, 0.15, 1.8], dtype=torch.float64)
+    logp = (old + 1e-3 * shift).requires_grad_()
+    adv = torch.tensor([0.8] * 4 + [-0.6] * 3, dtype=torch.float64)
+    loss, _ = step_loss("gspo", micro_of(old, adv, [0] * 4 + [1] * 3), logp, cfg)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.09999495461668018, abs=1e-9)
+    np.testing.assert_allclose(logp.grad.numpy(), [0.0] * 4 + [0.1000550151] * 3, atol=1e-9)
+
+
+def test_gspo_takes_samples_without_a_loss_token(cfg):
+    """Row 2 of five rows is the only one that has some."""
+    old = torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    micro = micro_of(old, torch.ones_like(old), [2, 2]) | {"ids_BW": torch.zeros(5, 8)}
+    assert step_loss("gspo", micro, old, cfg)[0].item() == -1.0
+
+
+def test_filler_changes_nothing_and_a_batch_of_filler_is_zero(cfg):
+    old = torch.tensor([-1.0, -2.0, -3.0, float("nan")], dtype=torch.float64)
+    adv = torch.tensor([0.5, 0.5, -1.0, 9.0], dtype=torch.float64)
+    for name in losses.LOSSES:
+        logp = torch.tensor([-1.1, -1.9, -2.9, -5.0], dtype=torch.float64, requires_grad=True)
+        padded, _ = step_loss(name, micro_of(old, adv, [0, 0, 1, 0], [True, True, True, False]), logp, cfg)
+        alone, _ = step_loss(name, micro_of(old[:3], adv[:3], [0, 0, 1]), logp[:3], cfg)
+        assert padded.item() == alone.item()
+        padded.backward()
+        assert logp.grad[:3].isfinite().all()
+        filler, _ = step_loss(name, micro_of(old[:1], adv[:1], [0], [False]), logp[:1], cfg)
+        assert filler.item() == 0.0
+
+
+@pytest.mark.parametrize("gap", [-1e4, 1e4])
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_losses_stay_finite_for_any_ratio(name, gap, cfg):
+    logp = torch.tensor([-1.0, min(0.0, -1 + gap)], requires_grad=True)
+    micro = micro_of(torch.tensor([-1.0, -1.0 - gap]), torch.ones(2))
+    loss, _ = step_loss(name, micro, logp, cfg)
+    loss.backward()
+    assert loss.isfinite() and logp.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_the_cut_into_rectangles_does_not_matter(name, make_cfg, batches):
+    """One rectangle of all samples, or many: the same loss, gradient and share of clipped tokens."""
+    found = []
+    for budget in (1, 64):
+        cfg = make_cfg(f"trainer.loss=losses:{name}", f"trainer.micro_batch_size={budget}")
+        policy = trainer.build_policy(cfg)
+        batch = trainer.load_batch(batches(1) / "step_000000.safetensors")
+        metrics, _ = trainer.train_step(policy, torch.optim.AdamW(policy.parameters()), batch, 0, cfg)
+        found.append([metrics[key] for key in ("loss", "optim/grad_norm", "policy/clip_frac")])
+    assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6) and found[0][1] > 0

@@ -1,0 +1,89 @@
+"""configs/orders.py: curriculum, retirement, difficulty; and that a resumed run takes the same rows."""
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from conftest import all_batches, lines
+from orders import Curriculum, Difficulty
+
+from configs import RunError
+from orchestrator import Rollout
+
+ROWS = [{"question": str(i)} for i in range(40)]
+
+
+def group_of(row, *rewards, dropped=""):
+    rollouts = [Rollout({}, reward=reward) for reward in rewards]
+    return SimpleNamespace(env="e", index=row, row=row, rollouts=rollouts, dropped=dropped)
+
+
+def taken(order, num, step=0):
+    return [row for _, row in (order.take(step) for _ in range(num))]
+
+
+def test_difficulty_prefers_the_middle_and_retires_what_is_always_flat(make_cfg):
+    cfg = make_cfg("orchestrator.order=orders:Difficulty", "orchestrator.retire_after=2")
+    order = Difficulty(ROWS, cfg)
+    assert sorted(taken(order, 40)) == list(range(40))  # nothing is known yet
+    for i in range(10):
+        for _ in range(2):
+            order.settle(group_of(i, 1.0, 1.0, dropped="flat at reward 1"))  # always solved
+            order.settle(group_of(10 + i, 0.0, 0.0, dropped="flat at reward 0"))  # never
+        order.settle(group_of(20 + i, *[1.0] * 9, 0.0))  # easy
+        order.settle(group_of(30 + i, 1.0, 0.0))
+    order.settle(group_of(9, 1.0, 0.0))  # it is not always solved after all
+    order.settle(group_of(39, None, None))  # of lost rollouts nothing is known
+    assert order.extra["0"] == [1.0, 2] and order.extra["20"] == [0.9, 0] and order.extra["9"] == [0.75, 0]
+    assert order.extra["39"] == [0.5, 0]
+    again = Difficulty(ROWS, cfg, json.loads(json.dumps(order.ledger())))  # as a batch file has it
+    rows = taken(order, 300)
+    assert rows == taken(again, 300)
+    counts = Counter(rows)
+    assert not {*range(9), *range(10, 20)} & set(counts)
+    easy, middle = (sum(counts[i] for i in part) for part in (range(20, 30), range(30, 40)))
+    assert 1.5 < middle / easy < 3  # chances 1 and 4 x 0.9 x 0.1 + 0.1
+    for i in range(9, 40):
+        for _ in range(2):
+            order.settle(group_of(i, 1.0, 1.0, dropped="flat at reward 1"))
+    with pytest.raises(RunError, match="no row is left at step 3") as e:
+        taken(order, 99, step=3)
+    assert e.value.code == 4
+
+
+def test_curriculum_goes_by_difficulty_and_step(make_cfg):
+    rows = [row | {"difficulty": ["easy", 2, "hard", None][i % 4]} for i, row in enumerate(ROWS)]
+    wanted = 'orchestrator.curriculum={easy=[0, 10], "2"=[5, 20], hard=[10, 100]}'
+    order = Curriculum(rows, make_cfg("orchestrator.order=orders:Curriculum", wanted))
+    for step, allowed in {0: {0, 3}, 5: {0, 1, 3}, 10: {1, 2, 3}, 30: {2, 3}}.items():
+        assert {row % 4 for row in taken(order, 60, step)} == allowed
+    late = make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.curriculum={hard=[10, 100]}")
+    with pytest.raises(RunError, match="no row is left at step 7"):
+        Curriculum(rows[2:3], late).take(7)
+
+
+@pytest.mark.parametrize("curriculum, message", [
+    ("{esay=[0, 10]}", r"curriculum names \['esay'\]; the rows' difficulties are \['None'\]"),
+    ("{None=[10, 5]}", r"curriculum = {'None': \[10, 5\]}: must be { difficulty = \[first step"),
+    ("{None=10}", "curriculum = {'None': 10}: must be"),
+])  # fmt: skip
+def test_a_wrong_curriculum_is_refused(curriculum, message, make_cfg):
+    cfg = make_cfg("orchestrator.order=orders:Curriculum", f"orchestrator.curriculum={curriculum}")
+    with pytest.raises(RunError, match=message) as e:
+        Curriculum(ROWS, cfg)
+    assert e.value.code == 2
+
+
+def test_retirement_alone(make_cfg):
+    order = Curriculum(ROWS[:4], make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.retire_after=1"))
+    order.settle(group_of(2, 1.0, 1.0, dropped="flat at reward 1"))
+    assert set(taken(order, 30)) == {0, 1, 3}
+
+
+def test_difficulty_is_carried_in_the_batches(run):
+    env = '{ kind = "turns", num_turns = 1, num_rows = 9 }'
+    run_dir = run(4, env, "orchestrator.order=orders:Difficulty")
+    extra = all_batches(run_dir)[-1].info["ledger"]["think_env"]["extra"]
+    assert set(extra) == {str(r["example"]) for r in lines(run_dir / "rollouts.jsonl")}
+    assert all(0 <= rate <= 1 for rate, _ in extra.values())

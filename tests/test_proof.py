@@ -1,0 +1,85 @@
+"""The house stands on what it says it stands on: the core alone trains, and tools/ changes no run."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, lines, write_run
+from safetensors.torch import load_file
+
+CORE = ["trainer.py", "orchestrator.py", "env.py", "launch.sh", "requirements-cpu.txt", "configs/__init__.py"]
+TASK = ["configs/defaults.toml", "configs/reverse_text.toml", "configs/reverse_text.py", "configs/tiny_model.py"]
+
+
+def run(place, *command, code=0, **variables):
+    """In that directory, with nothing of this one on Python's path -> all that it said."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
+    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    done = subprocess.run(list(map(str, command)), cwd=place, env=env, capture_output=True, text=True)
+    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.real
+def test_the_core_alone_trains(tmp_path):
+    """On the real vLLM: adapters on two ranks; ten steps with evaluation, killed and resumed on the way; a replay."""
+    (tmp_path / "configs").mkdir()
+    for name in CORE + TASK:
+        shutil.copy(ROOT / name, tmp_path / name)
+    launch = ["bash", "launch.sh", "configs/reverse_text.toml", "orchestrator.batch_size=64", "eval.num_examples=64"]
+
+    # 1. Three steps in bf16: adapters, trained on two ranks. The model is made on the way.
+    run(
+        tmp_path,
+        *launch,
+        "run_name=lora",
+        "max_steps=3",
+        "trainer.dtype=bf16",
+        "trainer.use_lora=true",
+        "trainer.gpus=2",
+    )
+    metrics = lines(tmp_path / "outputs" / "lora" / "metrics.jsonl")
+    assert len(metrics) == 3 and max(m["sync/dlogp_mean"] for m in metrics) < 0.02
+    assert (tmp_path / "outputs" / "lora" / "final" / "adapter_model.safetensors").exists()
+
+    # 2. Ten steps in fp32. Rank 0 is killed in step 6; the same command goes on from step 5.
+    ten = [*launch, "max_steps=10", "eval.every=5", "checkpoint.every=5"]
+    assert "a rank was killed" in run(tmp_path, *ten, code=3, FAULT="fwd@0,6:9")
+    run(tmp_path, *ten)
+    first = tmp_path / "outputs" / "reverse_text"
+    metrics, evals = lines(first / "metrics.jsonl"), lines(first / "eval.jsonl")
+    assert [m["step"] for m in metrics] == list(range(10)) and max(m["sync/dlogp_max"] for m in metrics) < 1e-4
+    assert [(e["step"], e["n"]) for e in evals] == [(0, 64), (5, 64), (10, 64)]
+    assert (first / "final" / "model.safetensors").exists() and (first / "done").read_text().strip() == "10"
+
+    # 3. The ten batches again, without a server: what the run was trained on is all there.
+    replay = [sys.executable, "trainer.py", "configs/reverse_text.toml", "max_steps=10", "--replay", first / "batches"]
+    run(tmp_path, *replay, OMP_NUM_THREADS="2")
+    again = tmp_path / "outputs" / "reverse_text-replay-cispo"
+    assert [m["step"] for m in lines(again / "metrics.jsonl")] == list(range(10))
+    one, two = (load_file(path / "final" / "model.safetensors") for path in (first, again))
+    assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-4
+
+
+@pytest.mark.long
+def test_tools_change_no_run(models, tmp_path):
+    """The same run in a copy of the repository with and without tools/, with the fake server: the same batches."""
+    files = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    names = files.stdout.split() or [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.*")]
+    logp = []
+    for place in (tmp_path / "with", tmp_path / "without"):
+        for name in names:
+            if (ROOT / name).is_file() and not (place.name == "without" and name.startswith("tools/")):
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, place / name)
+        toml = write_run(place, models["untied"], 2, '[env]\nid = "reverse_text"')
+        server = f"{sys.executable} {place / 'tests' / 'fake_vllm.py'}"
+        run(place, "bash", "launch.sh", toml, "orchestrator.max_staleness=0", "eval.every=1", SERVER=server)
+        assert (place / "tools").exists() == (place.name == "with")
+        files = sorted((place / "run" / "batches").glob("logp*"))
+        logp.append([load_file(path)["logp"] for path in files] + [lines(place / "run" / "eval.jsonl")[-1]["rows"]])
+    assert len(logp[0]) == 3
+    assert all(a.equal(b) for a, b in zip(logp[0][:2], logp[1][:2], strict=True)) and logp[0][2] == logp[1][2]

@@ -1,0 +1,110 @@
+"""The toys of configs/: their warm-up fits their TOML and their environment, and no split has rows of another."""
+
+import importlib
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import tiny_model
+import torch
+from conftest import ROOT
+
+from configs import load_config
+from env import load_environment
+
+TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "verifiers_env",
+        "wiki_search", "wordle"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_toy(name):
+    more = ["env.args.allow_unsandboxed_python=true"] if name == "math_python" else []
+    cfg = load_config(ROOT / "configs" / f"{name}.toml", more)
+    assert cfg.run.model.startswith(".cache/") and cfg.run.prepare == "configs/tiny_model.py"
+    assert cfg.run.max_steps == 5 or name in ("alphabet_sort", "reverse_text", "wiki_search")  # these learn
+    env = load_environment(cfg.env[0].id, cfg.env[0].args, ROOT / "configs")
+    train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))
+    assert train and held_out and not train & held_out
+
+    task = importlib.import_module(cfg.env[0].id)
+    tokenizer = tiny_model.make_tokenizer(getattr(task, "TOKENS", ()))
+    talks = task.demonstrations(128)
+    assert len(talks) == 128 and talks == task.demonstrations(128)
+    for talk in talks:
+        assert name == "judge_style" or talk[: len(env.head)] == env.head
+        (sample,) = tiny_model.tokenize_conversation(tokenizer, talk)  # one: canonical text does not fork
+        assert len(sample["tokens"]) < cfg.run.max_seq_len and tokenizer.unk_token_id not in sample["tokens"]
+        lens = Counter(turn for turn, is_said in zip(sample["turn"], sample["mask"]) if is_said)
+        assert max(lens.values()) <= cfg.sampling.max_tokens
+    prompts = [env.start(row)["prompt"] for row in env.dataset[:256] + env.eval_dataset[:256]]
+    longest = max(len(tokenizer.apply_chat_template(prompt, return_dict=False)) for prompt in prompts)
+    assert longest + 16 <= cfg.run.max_seq_len
+
+
+SPLITS = {  # what makes the rows, how many of each split
+    "alphabet_sort": ("rows", {"warmup": 4000, "train": 1000, "eval": 128}),
+    "math_python": ("rows", {"warmup": 3000, "train": 4096, "eval": 128}),
+    "reverse_text": ("rows", {"warmup": 95 * 64, "train": 8192, "eval": 256}),
+    "wiki_search": ("people", {"warmup": 9000, "pages": 200}),  # of a (name, home) the name counts
+}
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_splits_share_nothing(name):
+    """Rows are made up from a seed; a checksum of each names its split."""
+    function, nums = SPLITS[name]
+    make = getattr(importlib.import_module(name), function)
+    found = [{str(row if isinstance(row, dict) else row[0]) for row in make(split, num)} for split, num in nums.items()]
+    assert [len(rows) for rows in found] == list(nums.values())
+    assert len(set.union(*found)) == sum(nums.values())
+
+
+TASK = """
+import reverse_text
+from env import Rubric, SingleTurnEnv
+
+WARM_UP_STEPS = 2
+demonstrations = reverse_text.demonstrations
+
+
+def load_environment(rows=()):
+    return SingleTurnEnv(rows or reverse_text.rows("train", 8), rubric=Rubric([reverse_text.exact]))
+"""
+
+
+@pytest.fixture
+def prepare(tmp_path):
+    """prepare("table.key=value", ...) -> CompletedProcess of tiny_model.py for TASK, the model's directory."""
+    (tmp_path / "quick.py").write_text(TASK)
+    text = f'model = "{tmp_path}/models/quick"\noutput_dir = "{tmp_path}"\n[env]\nid = "quick"\n'
+    (tmp_path / "quick.toml").write_text(f"{text}[trainer]\nmicro_batch_size = 1\n")
+
+    def go(*overrides):
+        command = [sys.executable, str(ROOT / "configs" / "tiny_model.py"), str(tmp_path / "quick.toml"), *overrides]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        return done, tmp_path / "models" / "quick"
+
+    return go
+
+
+@pytest.mark.parametrize("override, code, cause", [
+    ("env.args.rows=nowhere.jsonl", 4, "env.id = 'quick': DataError: dataset: no file nowhere.jsonl"),
+    ("env.id=nowhere", 2, "env.id = 'nowhere': ModuleNotFoundError"),
+    ("env.id=think_env", 2, "think_env has no demonstrations"),
+])  # fmt: skip
+def test_prepare_tells_what_is_wrong_with_the_task_and_makes_nothing(prepare, override, code, cause):
+    done, model = prepare(override)
+    assert done.returncode == code and cause in done.stderr.splitlines()[-1], done.stderr
+    assert not model.parent.exists()
+
+
+@pytest.mark.slow
+def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    done, model = prepare()
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in model.parent.iterdir()] == ["quick"]
+    assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.float32
+    assert AutoTokenizer.from_pretrained(model).chat_template == tiny_model.TEMPLATE

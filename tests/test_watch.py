@@ -1,0 +1,435 @@
+"""tools/watch.py, plot.py and track.py on files as a run writes them."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import ROOT, lines, make_samples
+
+import orchestrator
+from tools import plot, show, watch
+
+TALK = {
+    "prompt": [{"role": "user", "content": "how | many"}],
+    "completion": [{"role": "assistant", "content": "so\nmany"}],
+    "answer": "2",
+}
+DRAW = plot.plot
+
+
+@pytest.fixture(autouse=True)
+def quick_pictures(monkeypatch):
+    monkeypatch.setattr(plot, "plot", lambda runs, out: out.touch())
+
+
+def step_line(i, **more):
+    """A line of metrics.jsonl where all is well."""
+    fine = {"step": i, "version": i + 1, "time": 1e9 + i, "loss": -0.01, "policy/entropy": 0.4}
+    fine |= {"reward/mean": 0.5, "reward/std": 0.3, "reward/p10": 0.1, "reward/p90": 0.9, "rollout/truncated": 0.1}
+    fine |= {"group/kept": 8, "group/flat": 2, "group/failed": 0, "group/long": 0, "group/empty": 0}
+    fine |= {"time/step_s": 1.0, "time/wait_batch_s": 0.1, "time/train_s": 0.7, "time/sync_s": 0.2}
+    return fine | {"policy/kl_sampler": 2e-4, "sync/dlogp_max": 1e-5} | more
+
+
+def rollout_lines(step, env="task", rewards=(0.0, 1.0), **more):
+    """A group of rollouts.jsonl."""
+    about = {"step": step, "env": env, "example": 1, "group": step, "truncated": False, "error": "", "dropped": ""}
+    about |= {"num_turns": 1, "metrics": {"exact": 0.5}} | TALK
+    return [about | {"rollout": i, "reward": reward} | more for i, reward in enumerate(rewards)]
+
+
+def append(path, rows):
+    with open(path, "a") as f:
+        f.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_steps(run, steps, is_done=True, config=""):
+    """A run of one environment -> its directory."""
+    (run / "batches").mkdir(parents=True, exist_ok=True)
+    about = (
+        f'model = "m"\nmax_steps = {len(steps)}\nshow_every = 5\n{config}[inference]\nargs = {{ api_key = "geheim" }}\n'
+    )
+    (run / "config.toml").write_text(about)
+    append(run / "metrics.jsonl", [step_line(i) for i in steps])
+    append(run / "rollouts.jsonl", [line for i in steps for line in rollout_lines(i)])
+    evals = [i for i in steps if i % 10 == 0]
+    about = {"env": "task", "n": 20, "ci95": 0.1, "exact": 0.5, "rows": [0.5]}
+    append(run / "eval.jsonl", [about | {"step": v, "reward/mean": v / 10} for v in evals])
+    if is_done:
+        (run / "done").write_text(str(len(steps)))
+    return run
+
+
+def said(capsys, start):
+    return [row for row in capsys.readouterr().out.splitlines() if row.startswith(start)]
+
+
+# --- what the first rollouts say --------------------------------------------------------------------------------------
+
+
+def rollout(reward, truncated=False, where=""):
+    return {"reward": reward, "truncated": truncated, "error": "" if reward is not None else "KeyError", "where": where}
+
+
+@pytest.mark.parametrize("groups, failing", [
+    ([[0.0, 1.0], [1.0, 0.0]], []),
+    ([[0.0] * 4] * 3, ["too hard: nothing is solved", "all rewards are equal in 3 of 3 groups; raise"]),
+    ([[1.0, 0.9]] * 3, ["too easy: 95 % is solved (limit 80 %), reward 0.950"]),
+    ([[-2.0, -3.0], [-2.5, -2.0]], []),
+    ([[7.0, 7.0], [7.0, 7.0], [7.0, 7.0, 7.0, 3.0]], ["too easy"]),
+    ([[-1.0, -1.0]] * 3, ["too hard", "all rewards are equal"]),
+    ([[0.5] * 4] * 3, ["raise orchestrator.rollouts_per_example"]),
+    ([[None, None]], ["2 of 2 rollouts were lost: KeyError"]),
+    ([[1.0, None], [1.0, 1.0]], ["1 of 4 rollouts were lost: KeyError"]),  # and not: too easy
+    ([[]], ["every prompt is too long"]),
+])  # fmt: skip
+def test_the_judgement_names_the_key_to_change(groups, failing, capsys):
+    is_ok = watch.judge("task", [[rollout(x) for x in group] for group in groups])
+    failed = said(capsys, "check: FAIL task: ")
+    assert is_ok == (not failing) and len(failed) == len(failing)
+    assert all(any(text in row for row in failed) for text in failing)
+
+
+def test_the_judgement_sees_what_is_cut_off(capsys):
+    group = [rollout(0.0, True), rollout(1.0, True), rollout(1.0, True), rollout(0.0)]
+    assert not watch.judge("task", [group])
+    (row,) = said(capsys, "check: FAIL")
+    assert "task: 75 % of the rollouts are cut off (limit 50 %); raise orchestrator.sampling.max_tokens" in row
+
+
+def test_a_few_lost_rollouts_are_told_and_no_failure(capsys):
+    groups = [[rollout(i % 2) for i in range(40)], [rollout(None, where="reward function exact returned None")]]
+    watch.judge("task", groups)
+    assert any(
+        "1 of 41 rollouts were lost: reward function exact returned None" in x for x in said(capsys, "check: PASS")
+    )
+
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+AGES = {"policy/kl_age0": 1e-4, "policy/kl_age2": 2e-4}
+
+
+@pytest.mark.parametrize("more, told", [
+    ({}, None),
+    (AGES, None),
+    ({"group/flat": 40}, "reward variance vanishes: 40 of 48 groups are flat"),
+    ({"reward/std": 0.0}, "reward variance vanishes"),
+    ({"rollout/truncated": 0.6}, "60 % of the rollouts are cut off: raise orchestrator.sampling.max_tokens"),
+    (AGES | {"policy/kl_age2": 0.02}, None),  # it grows with age, as it must, and is small
+    (AGES | {"policy/kl_age2": 0.2}, "age: 1.0e-04 nats at 0, 2.0e-01 at 2 versions; lower orchestrator.max_staleness"),
+    (AGES | {"policy/kl_age0": 0.1}, "0.10 nats on rollouts of the very same weights: the engines disagree"),
+    ({"rollout/num": 50, "rollout/errors": 10, "error/KeyError": 9}, "20 % of the rollouts are lost to errors (Key"),
+    ({"policy/kl_sampler": 0.2}, "KL(sampler || policy) is 0.20 nats; lower"),
+    ({"time/wait_batch_s": 0.8}, "the trainer is starved: it waits 80 % of the time"),
+])  # fmt: skip
+def test_warnings_name_the_key_to_turn(more, told):
+    found = list(watch.warnings([step_line(i, **more) for i in range(10)]).values())
+    assert (len(found) == 1 and told in found[0]) if told else not found
+
+
+def test_one_bad_step_is_no_warning():
+    steps = [step_line(i, **AGES) for i in range(10)]
+    steps[4] |= {"policy/kl_age0": 3.0, "policy/kl_age2": 9.0, "policy/kl_sampler": 5.0}
+    assert not watch.warnings(steps)
+
+
+def test_a_warning_comes_once_until_it_is_over(tmp_path, capsys):
+    run = write_steps(tmp_path, [])
+    cut = [step_line(i, **{"rollout/truncated": 0.9 if i < 30 or i >= 40 else 0.0}) for i in range(60)]
+    append(run / "metrics.jsonl", cut)
+    watch.main([str(run)])
+    told = said(capsys, "warning: ")
+    assert [row.split(":")[1] for row in told] == [" steps 0 to 9", " steps 40 to 49"]
+
+
+# --- following --------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_run_in_a_few_lines(tmp_path, capsys):
+    run = write_steps(tmp_path, range(12))
+    watch.main([str(run)])
+    rows = capsys.readouterr().out.splitlines()
+    kinds = [row.split(" ")[0] for row in rows if not row.startswith("rollout |")]
+    assert kinds == ["check:"] * 3 + ["rollout"] * 3 + ["time:"]
+    assert rows[0].startswith("check: PASS task: 50 % is solved, reward 0.500 (0 to 1) of 2 rollouts")
+    steps = [row.split(":")[0] for row in rows if row.startswith("rollout of")]
+    assert steps == ["rollout of step 0", "rollout of step 5", "rollout of step 10"]
+    assert (
+        "time: the trainer trained 70 %, waited 10 % for rollouts, synced 20 % and saved 0 % of 12 s; make" in rows[-1]
+    )
+    assert (run / "curves.png").exists() and not (run / "tracker.json").exists()
+
+
+def test_half_lines_wait_and_a_new_file_is_read_from_its_beginning(tmp_path):
+    path = tmp_path / "some.jsonl"
+    following = show.Lines(path)
+    assert list(following.new()) == []
+    path.write_text('{"a": 1}\n{"a": 2')
+    assert list(following.new()) == [{"a": 1}]
+    with open(path, "a") as f:
+        f.write("2}\n")
+    assert list(following.new()) == [{"a": 22}] and list(following.new()) == []
+    (tmp_path / "new").write_text('{"a": 3}\n{"a": 4}\n{"a": 5}\n')  # longer than before
+    os.replace(tmp_path / "new", path)
+    assert [x["a"] for x in following.new()] == [3, 4, 5]
+
+
+def test_a_batch_is_told_of_when_all_of_it_is_there(tmp_path):
+    batches, file = watch.Batches(tmp_path), tmp_path / "rollouts.jsonl"
+    (tmp_path / "batches").mkdir()
+    first, second = rollout_lines(0)
+    append(file, [first])
+    assert not list(batches.new(False))
+    append(file, [second])
+    assert not list(batches.new(False))
+    (tmp_path / "batches" / "step_000000.safetensors").touch()
+    assert [(step, len(of)) for step, of in batches.new(False)] == [(0, 2)]
+    append(file, rollout_lines(1) + rollout_lines(2))
+    assert [(step, len(of)) for step, of in batches.new(False)] == [(1, 2)]
+    assert [(step, len(of)) for step, of in batches.new(True)] == [(2, 2)]
+
+
+def start_watch(run):
+    command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_live_run_is_followed_until_it_is_done(tmp_path):
+    """What was there before a resumed run began is not told again."""
+    run = write_steps(tmp_path, range(6), is_done=False)
+    process = start_watch(run)
+    wait_until(lambda: len(lines(run / "watch.jsonl")) == 6 if (run / "watch.jsonl").exists() else False)
+    write_steps(run, range(6, 21), is_done=True)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    steps = [row.split(":")[0] for row in out.splitlines() if row.startswith("rollout of")]
+    assert steps == ["rollout of step 10", "rollout of step 15", "rollout of step 20"] and "check:" not in out
+    assert [line["step"] for line in lines(run / "watch.jsonl")] == list(range(21))
+    assert out.splitlines()[-1].startswith("time: ") and " of 15 s;" in out
+
+
+def test_sigterm_ends_it_in_order(tmp_path):
+    run = write_steps(tmp_path, range(6), is_done=False, config='tracker = "tensorboard"\n')
+    process, file = start_watch(run), run / "tracker.json"
+    wait_until(lambda: file.exists() and "metrics" in file.read_text())
+    append(run / "metrics.jsonl", [step_line(6)])
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert json.loads(file.read_text())["metrics"] == 7
+
+
+@pytest.mark.parametrize("tool", ["watch", "plot", "show"])
+def test_a_wrong_directory_is_one_line_and_2(tool, tmp_path):
+    command = [sys.executable, str(ROOT / "tools" / f"{tool}.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert f"{tmp_path} is no run directory" in done.stderr
+
+
+# --- numbers that the run does not write ------------------------------------------------------------------------------
+
+
+def test_kl_by_age_is_of_the_samples_of_that_age(tmp_path):
+    from safetensors.numpy import save_file
+
+    (tmp_path / "batches").mkdir()
+    samples = [s | {"age": i % 3} for i, s in enumerate(make_samples(24))]
+    orchestrator.save_batch(tmp_path / "batches" / "step_000000.safetensors", samples, {"rollouts": 24})
+    rng = np.random.default_rng(0)
+    parts, expected = [], {0: [], 1: [], 2: []}
+    for s in samples:
+        mask, old = np.array(s["mask"], bool), np.array(s["old_logp"])
+        log_r = rng.normal(0, 0.1 * (1 + s["age"]), len(mask))
+        parts.append(np.where(mask, old + log_r, 0))
+        expected[s["age"]] += [math.exp(x) - 1 - x for x in log_r[mask]]
+    save_file({"logp": np.concatenate(parts).astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
+    found = watch.kl_by_age(tmp_path, 0)
+    assert found.keys() == {f"policy/{kind}_age{age}" for kind in ("kl", "tokens") for age in range(3)}
+    for age, values in expected.items():
+        assert found[f"policy/kl_age{age}"] == pytest.approx(np.mean(values), rel=1e-3)
+        assert found[f"policy/tokens_age{age}"] == len(values)
+    assert watch.kl_by_age(tmp_path, 1) == {}
+
+
+def test_what_a_model_wrote_cannot_steer_the_terminal(capsys):
+    (line,) = rollout_lines(9, rewards=(0.5,))
+    line["completion"] = [{"role": "assistant", "content": "a\x1b[2J\nb" + "x" * 2000}]
+    watch.show_rollout(9, [line])
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\\x1b[2J" in out and len(out) < 1000
+    assert "reward 0.500 (exact 0.5), +0.000 against its group" in out
+    assert all(row.startswith("rollout") for row in out.splitlines())
+
+
+PAGE = """# HELP vllm:generation_tokens_total of something
+vllm:generation_tokens_total{engine="0"} 1000.0
+vllm:prefix_cache_queries_total{engine="0"} 400.0
+vllm:prefix_cache_hits_total{engine="0"} 300.0
+vllm:request_queue_time_seconds_sum{engine="0"} 5.0
+vllm:request_queue_time_seconds_bucket{engine="0",le="0.3"} 77.0
+vllm:e2e_request_latency_seconds_sum{engine="0"} 50.0
+vllm:num_preemptions_total{engine="0"} 2.0
+"""
+
+
+@pytest.mark.parametrize("train, wait, sync, queue, remedy", [
+    (10, 8, 2, 5, "raise orchestrator.max_concurrent or max_staleness"),
+    (10, 8, 2, 40, "raise inference.gpus"),
+    (10, 2, 8, 5, "make steps longer"),
+    (10, 2, 2, 5, "raise checkpoint.every"),
+    (18, 1, 1, 40, "training is the limit"),
+])  # fmt: skip
+def test_where_the_time_goes(train, wait, sync, queue, remedy):
+    seconds = {"step": 20.0, "train": train, "wait_batch": wait, "sync": sync, "checkpoint": 20 - train - wait - sync}
+    page = PAGE.replace('seconds_sum{engine="0"} 5.0', f'seconds_sum{{engine="0"}} {queue}')
+    told = watch.where_time_goes(seconds, [page], [page, page, page])
+    assert told.startswith(f"time: the trainer trained {5 * train} %, waited {5 * wait} % for rollouts")
+    assert f"of 20 s; servers: 100 tokens/s, {2 * queue} % of" in told
+    assert "4 preemptions, 75 % of prompts cached; " in told and remedy in told
+    assert remedy in watch.where_time_goes(seconds, [""], [""]) or queue == 40
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def test_curves_of_runs_and_replays(tmp_path):
+    import matplotlib.image
+
+    run, other, empty = write_steps(tmp_path / "run", range(12)), tmp_path / "run-replay-grpo", tmp_path / "empty"
+    append(run / "watch.jsonl", [{"step": i, "policy/kl_age0": 1e-3, "policy/kl_age1": 1e-2} for i in range(12)])
+    other.mkdir()
+    empty.mkdir()
+    append(other / "metrics.jsonl", [step_line(i, **{"reward/mean": None, "time/sync_s": None}) for i in range(4)])
+    for runs in ([run], [run, other], [other, run], [other], [empty]):
+        DRAW(runs, tmp_path / "out.png")
+        pixels = matplotlib.image.imread(tmp_path / "out.png")[..., :3]
+        assert np.ptp(pixels, axis=-1).max() < 0.02 and pixels.std() > 0.01  # grey, and not blank
+
+
+def test_each_curve_has_its_own_interval():
+    line = {"reward/mean": 0.4, "ci95": 0.041, "exact": 0.5, "n": 10}
+    assert plot.interval(line, "reward/mean") == (0.4, 0.041, 0.041)
+    value, low, high = plot.interval(line, "exact")
+    assert (round(value - low, 4), round(value + high, 4)) == (0.2366, 0.7634)  # the textbook's 5 of 10
+
+
+# --- trackers ---------------------------------------------------------------------------------------------------------
+
+
+def tracked(tmp_path, name):
+    """watch.py on a finished run of 12 steps."""
+    run = write_steps(tmp_path / "some run", range(12), config=f'tracker = "{name}"\n')
+    watch.main([str(run)])
+    sent = json.loads((run / "tracker.json").read_text())
+    assert (sent["metrics"], sent["eval/task"], sent["rollouts"]) == (12, 10, 10)
+    return run
+
+
+def test_tensorboard_gets_it_all(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = tracked(tmp_path, "tensorboard")
+    append(run / "metrics.jsonl", [step_line(12)])
+    watch.main([str(run)])  # sends what is new, and no more
+    found = EventAccumulator(str(run / "tensorboard"))
+    found.Reload()
+    assert [(e.step, round(e.value, 3)) for e in found.Scalars("reward/mean")] == [(v, 0.5) for v in range(1, 14)]
+    assert [(e.step, round(e.value, 3)) for e in found.Scalars("eval/task/reward/mean")] == [(0, 0.0), (10, 1.0)]
+    table = [e.tensor_proto.string_val[0].decode() for e in found.Tensors("rollouts/text_summary")]
+    assert len(table) == 2 and "how \\| many" in table[0] and "so<br>many" in table[0]
+    assert "geheim" not in str(found.Tensors("config/text_summary"))
+
+
+def wandb_records(path):
+    """The protobuf records of an offline run: 7 bytes of header, then LevelDB's log format in blocks of 32 KiB."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        room = 32768 - at % 32768
+        if room < 7:
+            at += room
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
+
+
+def test_wandb_gets_it_all_offline(tmp_path, monkeypatch):
+    from wandb.proto import wandb_internal_pb2
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    run, history, text = tracked(tmp_path, "wandb"), [], b""
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    for data in wandb_records(file):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        text += data
+        if record.WhichOneof("record_type") == "history":
+            history.append({(i.key or "/".join(i.nested_key)): i.value_json for i in record.history.item})
+    rewards = [(json.loads(h["version"]), json.loads(h["reward/mean"])) for h in history if "reward/mean" in h]
+    assert rewards == [(v, 0.5) for v in range(1, 13)]
+    assert sum("eval/task/reward/mean" in h for h in history) == 2 and b"geheim" not in text
+    assert len(list(run.glob("wandb/offline-run-*/files/media/table/rollouts*.json"))) == 2
+
+
+def test_what_wandb_may_have_lost_is_sent_again(tmp_path, monkeypatch):
+    """Killed before it could finish; the next one has its name."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = write_steps(tmp_path / "run", range(6), is_done=False, config='tracker = "wandb"\n')
+    process = start_watch(run)
+    wait_until(lambda: (run / "watch.jsonl").exists() and len(lines(run / "watch.jsonl")) == 6)
+    process.kill()
+    process.communicate()
+    sent = json.loads((run / "tracker.json").read_text())
+    assert sent.keys() == {"id"}
+    watch.main([str(run), "--once"])
+    assert json.loads((run / "tracker.json").read_text()) == sent | {"metrics": 6, "eval/task": 0, "rollouts": 0}
+
+
+def test_trackio_gets_it_all_offline(tmp_path):
+    """In its own process: trackio reads its place when it is imported."""
+    run = write_steps(tmp_path / "some run", range(12))
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path / "hf")}
+    command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", "trackio"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "warning:" not in done.stdout, done.stdout + done.stderr
+    import sqlite3
+
+    (file,) = [f for f in (tmp_path / "trackio").glob("*.db")]
+    found = [json.loads(x) for (x,) in sqlite3.connect(file).execute("select metrics from metrics")]
+    assert sum("reward/mean" in x for x in found) == 12 and sum("eval/task/reward/mean" in x for x in found) == 2
+    assert sum("rollouts" in x for x in found) == 2
+
+
+def test_a_tracker_that_fails_leaves_the_rest(tmp_path, capsys, monkeypatch):
+    from tools import track
+
+    class Broken:
+        def __init__(self, *_):
+            raise ConnectionError("no route")
+
+    monkeypatch.setitem(track.KINDS, "wandb", Broken)
+    run = write_steps(tmp_path, range(12), config='tracker = "wandb"\n')
+    watch.main([str(run)])
+    out = capsys.readouterr().out
+    (row,) = [row for row in out.splitlines() if row.startswith("warning: ")]
+    assert "the tracker failed (ConnectionError: no route)" in row and "--once --tracker wandb" in row
+    assert "time: " in out and (run / "curves.png").exists()
