@@ -16,7 +16,6 @@ import functools
 import importlib
 import inspect
 import json
-import math
 import numbers
 import re
 import sys
@@ -57,44 +56,38 @@ def load_rows(source, name="dataset"):
 
     -> list of dicts with question (text) or prompt (messages; text for base models), and maybe answer, info (a dict,
     also as JSON text), difficulty, task. Raises DataError that names the first bad row or line."""
-    source = source() if callable(source) else source
-    rows = read_json_lines(Path(source), name) if isinstance(source, str | Path) else list(source)
-    if not rows:
-        raise DataError(f"{name} is empty")
+    source, checked_rows = source() if callable(source) else source, []
+    is_file = isinstance(source, str | Path)
+    if is_file and not Path(source).is_file():
+        raise DataError(f"{name}: no file {source}")
+    rows = Path(source).read_text(encoding="utf-8", errors="replace").split("\n") if is_file else list(source)
     for i, row in enumerate(rows):
+        if is_file and not row.strip():
+            continue
         try:
-            rows[i] = check_row(row)
-        except ValueError as e:
-            raise DataError(f"{name}[{i}] {e}: {str(row)[:200]}") from None
-    return rows
-
-
-def read_json_lines(path, name):
-    if not path.is_file():
-        raise DataError(f"{name}: no file {path}")
-    rows = []
-    for i, line in enumerate(path.read_text(encoding="utf-8", errors="replace").split("\n")):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as e:
-            raise DataError(f"{name}: line {i + 1} of {path} is no JSON: {e}") from None
-    return rows
+            checked_rows.append(check_row(json.loads(row) if is_file else row))
+        except ValueError as e:  # JSON's is one, too
+            where = f"line {i + 1} of {source}" if is_file else f"{name}[{i}]"
+            raise DataError(f"{where}: {e}: {str(row)[:200]}") from None
+    if not checked_rows:
+        raise DataError(f"{name} is empty")
+    return checked_rows
 
 
 def check_row(row):
     """-> the row, its info as a dict; ValueError says what is wrong with it."""
     if not isinstance(row, dict):
         raise ValueError("is no dict")
-    prompt, info = row.get("prompt") or row.get("question"), row.get("info")
+    prompt, info = row.get("prompt") or row.get("question"), row.get("info") or {}
     if not prompt:
         raise ValueError("has neither 'prompt' nor 'question'")
     is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
     if not isinstance(prompt, str) and not (is_messages and row.get("prompt")):
         raise ValueError("has a question that is no text, or a prompt that is neither text nor messages with roles")
     info = json.loads(info) if isinstance(info, str) else info
-    if info is not None and not isinstance(info, dict):
+    if not isinstance(info, dict):
         raise ValueError("has an 'info' that is no dict")
-    return row | ({} if info is None else {"info": info})
+    return row | ({"info": info} if info else {})
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -102,13 +95,13 @@ def check_row(row):
 PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
 
 
-def finite(func, value, num):
-    """The value as float or list of `num` floats; raises on anything else. Above 1e6 gradients overflow: scale it."""
+def finite(func, value, num=None):
+    """The value as float or list of floats, `num` of them; raises on anything else. Above 1e6 gradients overflow."""
     values = value if isinstance(value, list) else [value]
-    if not all(isinstance(v, numbers.Real) and math.isfinite(v) and abs(v) <= 1e6 for v in values):
-        raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, no finite number within 1e6")
-    if isinstance(value, list) and num is not None and len(value) != num:
-        raise ValueError(f"reward function {func.__name__} returned {len(value)} numbers for {num}")
+    is_right = all(isinstance(v, numbers.Real) and abs(v) <= 1e6 for v in values)  # nan is not
+    if not is_right or len(values) != (num or len(values)):
+        wanted = f"no finite number within 1e6{f' for each of {num}' if num else ''}"
+        raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, {wanted}")
     return [float(v) for v in value] if isinstance(value, list) else float(value)
 
 
@@ -133,22 +126,16 @@ class Rubric:
             raise ValueError(f"Rubric: two functions are called {func.__name__!r}; their metrics would collide")
         self.parts.append((func, weight, self.objects if objects is None else objects))
 
-    def __add__(self, other):
-        both = Rubric()
-        for part in self.parts + other.parts:
-            both.add_reward_func(*part)
-        return both
-
     async def score(self, state):
         """HACK HERE -> reward (a number, or a list with one per turn), {function: value}. Functions of one rollout."""
         whole, turns, metrics = 0.0, None, {}
         for func, weight, objects in self.parts:
             if PLURALS & set(parameters(func)):
                 continue
-            value = finite(func, await call(func, **state | objects | {"state": state}), state["turn"])
+            value = finite(func, await call(func, **state | objects | {"state": state}))
             w = weight(state["step"]) if callable(weight) else weight
             if isinstance(value, list):
-                turns = [a + w * b for a, b in zip(turns or [0.0] * len(value), value)]
+                turns = [a + w * b for a, b in zip(turns or [0.0] * len(value), value, strict=True)]
             else:
                 whole += w * value
             metrics[func.__name__] = sum(value) if isinstance(value, list) else value
@@ -170,7 +157,10 @@ class Rubric:
 
 def RubricGroup(rubrics):
     """One rubric with the functions of several."""
-    return functools.reduce(Rubric.__add__, rubrics, Rubric())
+    whole = Rubric()
+    for part in [part for rubric in rubrics for part in rubric.parts]:
+        whole.add_reward_func(*part)
+    return whole
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -283,8 +273,8 @@ def tool_schema(function):
     fields = {name: field for name, field in schema["properties"].items() if name != "state"}
     for name, field in fields.items():
         field.pop("title", None)
-        found = re.search(rf"^\s*{name}(?: \([^)]*\))?: *(.+)$", doc, re.MULTILINE)
-        field |= {"description": found[1]} if found else {}
+        if found := re.search(rf"^\s*{name}(?: \([^)]*\))?: *(.+)$", doc, re.MULTILINE):
+            field["description"] = found[1]
     schema |= {"properties": fields, "required": [name for name in schema.get("required", []) if name in fields]}
     about = {"name": function.__name__, "description": re.split(r"\n\s*Args:", doc)[0].strip(), "parameters": schema}
     return {"type": "function", "function": about}

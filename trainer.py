@@ -21,18 +21,15 @@ logp: the policy being trained; old_logp: the policy that sampled (vLLM's number
 import json
 import math
 import os
-import resource
 import shutil
 import socket
 import time
-import traceback
 import zlib
-from collections import Counter, namedtuple
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections import Counter, deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from datetime import timedelta
 from itertools import accumulate, zip_longest
 from pathlib import Path
-from threading import Timer
 
 import httpx
 import numpy as np
@@ -46,7 +43,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import configs
-from configs import RunError, beat, fault, named, refuse_other
+from configs import RunError, beat, named, refuse_other, require
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -64,15 +61,14 @@ class LoRALinear(nn.Linear):
 def add_lora(model, t):
     """Freezes the model; each linear layer whose name ends in a target gets fp32 factors A [r, in] and B [out, r]."""
     model.requires_grad_(False)
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    linear = {f".{name}": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in t.lora_target_modules:
-        start = f"trainer.lora_target_modules: {target!r} "
-        matched = [m for name, m in linear.items() if f".{name}".endswith(f".{target}")]
-        if not matched:
-            there = sorted({name.split(".")[-1] for name in linear})
-            raise RunError(2, f"{start}matches no linear layer; there are {there}")
-        if any(m.weight is model.get_input_embeddings().weight for m in matched):
-            raise RunError(2, f"{start}is tied to the embedding: it cannot be merged")
+        matched = [m for name, m in linear.items() if name.endswith(f".{target}")]
+        is_tied = any(m.weight is model.get_input_embeddings().weight for m in matched)
+        if is_tied or not matched:
+            there = f"matches no linear layer; there are {sorted({name.split('.')[-1] for name in linear})}"
+            why = "is tied to the embedding: it cannot be merged" if is_tied else there
+            raise RunError(2, f"trainer.lora_target_modules: {target!r} {why}")
         for m in matched:
             m.__class__, m.scale, m.dropout = LoRALinear, t.lora_alpha / t.lora_rank, t.lora_dropout
             m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(t.lora_rank, m.in_features), a=math.sqrt(5)))
@@ -121,6 +117,7 @@ def build_policy(cfg):
     from transformers import AutoModelForCausalLM
 
     t, world, is_cuda = cfg.trainer, dist.get_world_size(), torch.cuda.is_available()
+    require(world % t.replicas == 0, 2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
     torch.manual_seed(cfg.run.seed)  # every rank draws the same adapters
     dtype = DTYPES[t.dtype] if t.use_lora else torch.float32
     model = AutoModelForCausalLM.from_pretrained(cfg.run.model, dtype=dtype)
@@ -132,8 +129,6 @@ def build_policy(cfg):
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
         block.forward = torch.compile(block.forward, dynamic=True)
     policy = Policy(model, torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"))
-    if world % t.replicas:
-        raise RunError(2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
@@ -146,8 +141,8 @@ def build_policy(cfg):
             fully_shard(module, mp_policy=precision, **how)
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-    if t.beta:  # the reference is the policy as it starts; LoRA's starts at B = 0, the base model
-        policy.ref = [p.detach().clone() for p in trained(policy).values()]
+    # The reference is the policy as it starts; LoRA's starts at B = 0, the base model.
+    policy.ref = [p.detach().clone() for p in trained(policy).values()] if t.beta else None
     return policy.train()
 
 
@@ -174,29 +169,22 @@ SHAPES = {"cpu": (8, 128), "cuda": (64, 1024)}  # widths are multiples of; a pas
 
 def load_batch(path, cfg=None, step=None):
     """Waits for the file, whose format is orchestrator.save_batch's, and reads it -> Batch. cfg and step, where it is
-    not a replay: this run's. Raises RunError for what must never be trained on: damaged, misaligned, not finite, too
-    old, of another run."""
+    not a replay: this run's. Raises RunError for what is damaged, of another run or step, or too old."""
     while not path.exists():
         time.sleep(0.01)
     try:
         columns, header = load(blob := path.read_bytes()), json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
-        about, crc = header["__metadata__"], 0
-        for part in (about["samples"].encode(), about["info"].encode(), *(columns[k].numpy() for k in sorted(columns))):
-            crc = zlib.crc32(part, crc)
-        assert crc == int(about["crc32"]), "its checksum is another"
+        samples, info, crc = (header["__metadata__"][key] for key in ("samples", "info", "crc32"))
+        parts = samples.encode(), info.encode(), *(columns[name].numpy() for name in sorted(columns))
+        samples, info, lens = json.loads(samples), json.loads(info), columns.pop("lens").long()
+        assert zlib.crc32(b"".join(parts)) == int(crc), "its checksum is another"
     except Exception as e:  # of safetensors, of JSON, or of the file system
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
-    samples, info, lens = json.loads(about["samples"]), json.loads(about["info"]), columns.pop("lens").long()
-    ages, sizes = [s.get("age", 0) for s in samples], {name: len(column) for name, column in columns.items()}
-    old_logp_T = columns["old_logp"].nan_to_num(0) if info.get("offline") else columns["old_logp"]  # nan: unknown
-    if set(sizes.values()) != {int(lens.sum())} or len(lens) != len(samples):
-        raise RunError(4, f"{path}: columns of {sizes} tokens, {len(samples)} samples of {lens.sum()} tokens")
-    if not old_logp_T.isfinite().all() or columns["mask"][lens.cumsum(0) - lens].any():
-        raise RunError(4, f"{path}: old_logp is not finite, or a sample's first token is a loss token")
     if cfg:
         refuse_other(info["run"], cfg, path)
-    if cfg and (info["step"] != step or max(ages, default=0) > info["max_staleness"]):
-        raise RunError(4, f"{path} holds batch {info['step']}, {max(ages)} versions old")
+        age = max(s["age"] for s in samples)
+        is_right = info["step"] == step and age <= info["max_staleness"]
+        require(is_right, 4, f"{path} holds batch {info['step']}, {age} versions old")
     names = {k for s in samples for k, v in s.items() if isinstance(v, int | float)}
     fields = {k: torch.tensor([math.nan if s.get(k) is None else float(s[k]) for s in samples]) for k in names}
     return Batch(columns, fields, lens, samples, info)
@@ -257,45 +245,40 @@ ADVANTAGES = {
 
 
 def compute_advantages(groups, name, gamma=1.0):
-    """[[{"reward": float, "turn_rewards": list or None, "num_turns": int}, ...], ...] -> [[advantage, ...], ...]; with
-    turn rewards, or gamma < 1, an advantage is a list of one number per turn, from its discounted return-to-go.
+    """[[{"reward": float, "turn_rewards": list or None, "num_turns": int}, ...], ...] -> for each rollout a list of one
+    advantage; with turn rewards, or gamma < 1, of one for each of its turns, from the turn's discounted return-to-go.
 
     The baseline of turn t is over the whole group, where a rollout that ended before t counts 0. So it does not depend
     on when the rollout itself stops; a mean over those still going would be a bonus for going on (verl RFC 7244)."""
 
     def returns(member):
-        last = [0.0] * (member["num_turns"] - 1) + [member["reward"]]
-        turns = member.get("turn_rewards") or last
+        turns = member.get("turn_rewards") or [0.0] * (member["num_turns"] - 1) + [member["reward"]]
         return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
 
+    function, table = named(name, ADVANTAGES), []
     rewards = torch.tensor([m["reward"] for group in groups for m in group], dtype=torch.float64)
     scale = rewards.std(correction=0).item() + 1e-4 if name == "batch_std" else 1.0
-    function, table = named(name, ADVANTAGES), []
     for group in groups:
         by_turn = gamma < 1 or any(m.get("turn_rewards") for m in group)
         rows = [returns(m) if by_turn else [m["reward"]] for m in group]
-        columns = zip_longest(*rows, fillvalue=0.0)
-        adv_TG = [(function(torch.tensor(r_G, dtype=torch.float64), group) / scale).tolist() for r_G in columns]
-        table.append([[a[i] for a in adv_TG[: len(row)]] if by_turn else adv_TG[0][i] for i, row in enumerate(rows)])
+        columns = (torch.tensor(r_G, dtype=torch.float64) for r_G in zip_longest(*rows, fillvalue=0.0))
+        adv_GT = zip(*((function(r_G, group) / scale).tolist() for r_G in columns))
+        table.append([list(adv_T[: len(row)]) for adv_T, row in zip(adv_GT, rows)])
     return table
 
 
 def add_advantages(batch, t):
     """-> the batch with a column adv: each token has its rollout's advantage, or its turn's; demonstrations have 1."""
-    groups, key = {}, lambda s: (s.get("env"), s.get("group"), s.get("rollout"))
-    for s in batch.samples:
-        groups.setdefault(key(s)[:2], {})[key(s)] = s  # of a fork: any
-    of_rollout = dict.fromkeys((key(s) for s in batch.samples), 1.0)
+    groups, keys = {}, [(s.get("env"), s.get("group"), s.get("rollout")) for s in batch.samples]
+    for key, s in zip(keys, batch.samples):
+        groups.setdefault(key[:2], {})[key] = s  # of a fork: any
+    adv_of = dict.fromkeys(keys, [1.0])
     if t.loss != "sft":
         table = compute_advantages([list(group.values()) for group in groups.values()], t.advantage, t.gamma)
-        of_rollout = {k: a for group, row in zip(groups.values(), table) for k, a in zip(group, row)}
-    parts = []
-    for s, turn_T in zip(batch.samples, batch.columns["turn"].split(batch.lens.tolist())):
-        adv = of_rollout[key(s)]
-        parts.append(torch.tensor(adv)[turn_T.long()] if isinstance(adv, list) else torch.full(turn_T.shape, adv))
-    adv_T = torch.cat(parts).float()
-    if not adv_T.isfinite().all():
-        raise RunError(4, f"trainer.advantage = {t.advantage!r}: not finite for {(~adv_T.isfinite()).sum()} tokens")
+        adv_of = {key: adv for group, row in zip(groups.values(), table) for key, adv in zip(group, row)}
+    turns = zip(keys, batch.columns["turn"].long().split(batch.lens.tolist()))
+    adv_T = torch.cat([torch.tensor(adv_of[k])[turn_T.clamp(max=len(adv_of[k]) - 1)] for k, turn_T in turns]).float()
+    require(adv_T.isfinite().all(), 4, f"trainer.advantage = {t.advantage!r}: not finite for some tokens")
     return batch._replace(columns=batch.columns | {"adv": adv_T})
 
 
@@ -391,9 +374,7 @@ def train_step(policy, optimizer, batch, step, cfg):
         for micro in micros:
             # 2. Log-probabilities of the loss tokens.
             beat()
-            fault("fwd", step)
             logp_N, entropy_N = policy(micro)
-            fault("bwd", step)
             old_logp_N = micro["old_logp_N"]  # nan: text of unknown origin, whose ratio is 1 at first
             micro["old_logp_N"] = torch.where(old_logp_N.isnan(), logp_N.detach(), old_logp_N)
             # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
@@ -416,7 +397,6 @@ def train_step(policy, optimizer, batch, step, cfg):
         grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm))
         is_finite = bool(grad_norm.isfinite())
         skipped += not is_finite
-        fault("opt", step)
         if is_finite:
             optimizer.step()
         optimizer.zero_grad()
@@ -424,16 +404,14 @@ def train_step(policy, optimizer, batch, step, cfg):
     dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
     dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
     metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist())) | {"optim/lr": lr}
-    seconds, is_cuda = time.perf_counter() - started, policy.device.type == "cuda"
-    peak = torch.cuda.max_memory_allocated() if is_cuda else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
     metrics |= {"optim/grad_norm": grad_norm.item(), "optim/skipped": skipped, "time/train_s": seconds}
     rate = t.updates_per_batch * int(batch.lens.sum()) / seconds
-    return metrics | {"perf/tokens_per_s": rate, "perf/peak_gib": peak / 2**30}, logp_T
+    return metrics | {"perf/tokens_per_s": rate, "perf/peak_gib": peak}, logp_T
 
 
 # --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
 
-BUCKET = {"nccl": 256 << 20, "gloo": 24 << 20}  # bytes in a broadcast; below 32 MiB malloc reuses what it has
 CANARY = (96, 80, 48, 32)  # token ids in its rows, of different lengths: nothing may leak from row to row
 SAID = 8  # tokens that the policy says after each
 
@@ -464,33 +442,14 @@ def make_group(store, rank, spec):
     return dist.ProcessGroupNCCL(store, rank, spec["size"], options)
 
 
-def checksum(flat):
-    """Of bytes and their order: 64-bit words times odd numbers, so no change of one word is lost."""
-    words, total = F.pad(flat, (0, -len(flat) % 8)).view(torch.int64), 0
-    place = torch.arange(1, 2 * min(len(words), 1 << 22), 2, device=flat.device)
-    for part in words.split(1 << 22):  # parts bound the copies
-        total = (31 * total + int((part * place[: len(part)]).sum())) % (1 << 64)
-    return total
-
-
-def stream(group, device, spec, sums, tensors=None):
-    """Both ends of a broadcast. Yields (name, tensor), a bucket at a time, and puts each bucket's checksum into sums.
-    spec["tensors"]: names and shapes; the sender gives `tensors` themselves, all of one dtype."""
-    dtype, buckets, room = getattr(torch, spec["dtype"]), [], 0
+def stream(group, device, spec, tensors=None):
+    """Both ends of a broadcast: yields (name, tensor), one after the other. spec["tensors"]: names and shapes; the
+    sender gives `tensors` themselves, all of one dtype."""
+    dtype, limit = getattr(torch, spec["dtype"]), timedelta(seconds=spec["timeout_s"])
     for name, shape in spec["tensors"]:
-        size = math.prod(shape) * dtype.itemsize
-        if size > room:
-            buckets, room = [*buckets, []], BUCKET[spec["backend"]]
-        buckets[-1].append((name, shape, math.prod(shape)))
-        room -= size
-    for bucket in buckets:
-        names, shapes, sizes = zip(*bucket)
-        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
-        if tensors:
-            torch.cat([tensors[name].flatten() for name in names], out=flat)
-        group.broadcast(flat.view(torch.uint8), 0).wait(timedelta(seconds=spec["timeout_s"]))
-        sums[f"{names[0]} to {names[-1]}"] = checksum(flat.view(torch.uint8))
-        yield from zip(names, (part.view(shape) for part, shape in zip(flat.split(sizes), shapes)))
+        tensor = tensors[name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
+        group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(limit)  # as bytes: every backend has those
+        yield name, tensor
 
 
 class WeightSender:
@@ -500,29 +459,26 @@ class WeightSender:
     def __init__(self, cfg, run_dir, device):
         t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
-        self.http = httpx.Client(timeout=t.sync_timeout_s, trust_env=False)  # no proxy between the roles
-        self.pool, self.loaded, self.names = ThreadPoolExecutor(64), [], set()
+        once = httpx.Limits(max_keepalive_connections=0)  # a server closes idle connections, maybe just as one is used
+        self.http = httpx.Client(timeout=t.sync_timeout_s, limits=once, trust_env=False)  # no proxy between the roles
+        self.pool, self.loaded = ThreadPoolExecutor(64), []
         # 1. Servers of this run, and of no other: a stale one is never trained against.
-        served = {url: self.wait_ready(url) for url in self.urls}
-        if set(served.values()) - {self.run_id}:
-            raise RunError(2, f"a server of another run answers: {served}; this run is {self.run_id!r}")
+        others = {url: name for url in self.urls if (name := self.wait_ready(url)) != self.run_id}
+        require(not others, 2, f"a server of another run answers: {others}; this run is {self.run_id!r}")
         # 2. A group of rank 0 and all workers, which join it as they are asked to.
-        native = "nccl" if device.type == "cuda" else "gloo"
-        backend, dtype = native if t.sync_backend == "auto" else t.sync_backend, str(DTYPES[t.dtype])
+        backend = {"auto": "nccl" if device.type == "cuda" else "gloo"}.get(t.sync_backend, t.sync_backend)
         self.device, limit = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
         listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own would listen on every address
         host, port = listener.getsockname()
         self.store = dist.TCPStore(host, port, None, True, limit, False, False, listener.detach())
         workers = math.prod(cfg.inference.args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-        self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s, "dtype": dtype[6:]}
-        self.spec["size"] = 1 + workers * len(self.urls)
+        self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s}
+        self.spec |= {"size": 1 + workers * len(self.urls), "dtype": str(DTYPES[t.dtype]).removeprefix("torch.")}
         joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
         made = self.pool.submit(make_group, self.store, 0, self.spec)
-        for call in wait([made, *joining], timeout=2 * t.sync_timeout_s, return_when=FIRST_EXCEPTION).done:
-            call.result()  # what a server answered, before the group's own time is up
-        self.group, mine = made.result(timeout=0), {"dtype": dtype, "lora": cfg.sends_adapters}
-        if others := [about for reply in joining for about in reply.result() if about != mine]:
-            raise RunError(2, f"a server runs {others[0]}, but trainer.dtype and use_lora need {mine}")
+        for call in as_completed([made, *joining], timeout=2 * t.sync_timeout_s):
+            call.result()  # the first error, not what comes of it
+        self.group = made.result()
 
     def wait_ready(self, url):
         """Until the server answers -> the name under which it serves. The watchdog ends this wait."""
@@ -538,8 +494,7 @@ class WeightSender:
         except httpx.TransportError as e:
             limit = f"trainer.sync_timeout_s = {self.cfg.trainer.sync_timeout_s:g}"
             raise RunError(3, f"{url}{path}: {type(e).__name__}: {e} ({limit})") from e
-        if reply.status_code != 200:
-            raise RunError(3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
+        require(reply.status_code == 200, 3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
         return reply.json() if reply.text.startswith("{") else {}
 
     def post_all(self, path, body=None):
@@ -547,45 +502,34 @@ class WeightSender:
 
     def rpc(self, method, specs):
         """Starts method in every worker of every server, with one spec each -> futures of the workers' replies."""
-
-        def call(url, spec):
-            body = {"method": method, "args": [json.dumps(self.spec | spec)]}
-            replies = self.post(url, "/collective_rpc", body)["results"]
-            if errors := [reply["error"] for reply in replies if "error" in reply]:
-                raise RunError(3, f"{url}: {method} failed in a worker: {errors[0]}")
-            return replies
-
-        return [self.pool.submit(call, url, spec) for url, spec in zip(self.urls, specs)]
+        bodies = [{"method": method, "args": [json.dumps(self.spec | spec)]} for spec in specs]
+        call = lambda url, body: self.post(url, "/collective_rpc", body)["results"]  # noqa: E731
+        return [self.pool.submit(call, url, body) for url, body in zip(self.urls, bodies)]
 
     def model(self, version):
         """What a request calls this version: adapters have names of their own."""
         return f"{self.run_id}-v{version}" if self.cfg.sends_adapters else self.run_id
 
     def send(self, version, tensors):
-        """Broadcasts, verifies, resumes. tensors: {checkpoint name: contiguous tensor}. A failure raises; a server that
-        got a byte by then dies or stays paused: it never samples from a mixture."""
-        what, adapter = f"sync of version {version}", self.cfg.sends_adapters
-        path = self.run_dir.absolute() / "adapters" / self.model(version)
-        spec = {"version": version, "tensors": [(name, list(w.shape)) for name, w in tensors.items()]}
-        spec["adapter"] = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if adapter else None
-        if missing := sorted(self.names - set(tensors)):
-            raise RunError(3, f"{what}: the trainer gathered no {missing[:3]}")
+        """Broadcasts, and makes the servers use it. tensors: {checkpoint name: contiguous tensor}. A failure raises; a
+        server that got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
+        what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / self.model(version)
         refuse_non_finite(tensors, what)
-        if not adapter:
+        spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": None}
+        if self.cfg.sends_adapters:
+            spec["adapter"] = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model]
+        else:
             self.post_all("/pause?mode=keep")
-        replies, sums = self.rpc("receive_weights", [spec] * len(self.urls)), {}
+        replies = self.rpc("receive_weights", [spec] * len(self.urls))
         try:
-            fault("bcast", version)
-            self.names = {name for name, _ in stream(self.group, self.device, self.spec | spec, sums, tensors)}
+            deque(stream(self.group, self.device, self.spec | spec, tensors), 0)
         except RuntimeError as e:  # a peer is gone or silent; if it said why, that is told
-            said = [str(e), *(str(r.exception(0)) for r in wait(replies, timeout=5).done if r.exception(0))]
-            hint = " (with NCCL_P2P_DISABLE=1 it may work)" if self.device.type == "cuda" and not self.names else ""
-            raise RunError(3, f"{what}: broadcast over {self.spec['backend']} broke{hint}: {'; '.join(said)}") from e
-        for got in (worker for reply in replies for worker in reply.result()):
-            wrong = [name for name in sums if got["sums"].get(name) != sums[name]]
-            if wrong or got["version"] != version:
-                raise RunError(3, f"{what}: a worker has version {got['version']}, {wrong[:3]} not as sent")
-        if not adapter:
+            said = [str(e), *(str(r.exception()) for r in wait(replies, timeout=5).done if r.exception())]
+            hint = "; with NCCL_P2P_DISABLE=1 it may work" if self.spec["backend"] == "nccl" else ""
+            raise RunError(3, f"{what}: broadcast over {self.spec['backend']} broke: {'; '.join(said)}{hint}") from e
+        for reply in replies:
+            reply.result()
+        if not self.cfg.sends_adapters:
             return self.post_all("/resume")
         self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
         self.loaded.append(version)
@@ -608,29 +552,21 @@ class WeightReceiver:
     """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver; called with one JSON."""
 
     def join_weight_group(self, spec):
-        spec, config = json.loads(spec), self.vllm_config
+        spec = json.loads(spec)
         limit = timedelta(seconds=spec["timeout_s"])
         self.sync_store = dist.TCPStore(spec["host"], spec["port"], None, False, limit, False)
         self.sync_group = make_group(self.sync_store, spec["first"] + self.rank, spec)
-        return {"dtype": str(config.model_config.dtype), "lora": config.lora_config is not None}
 
     def receive_weights(self, spec):
-        spec, sums = json.loads(spec), {}
-        weights = stream(self.sync_group, self.device if spec["backend"] == "nccl" else "cpu", spec, sums)
-        try:
-            if spec["adapter"]:
-                tensors, (path, *about) = dict(weights), spec["adapter"]
-                if self.rank == 0:
-                    write_adapter(Path(path), tensors, *about)
-            else:
-                self.reload_weights(weights_iterator=weights)
-                head = getattr(self.model_runner.model, "lm_head", None)
-                if self.device.type == "cpu" and head is not None:  # vLLM 0.32 leaves a tied head's packed copy stale
-                    head.quant_method.process_weights_after_loading(head)
-        except Exception:  # half-loaded: the text goes to the trainer, then this server dies
-            Timer(2, os._exit, [3]).start()
-            return {"error": traceback.format_exc()[-1500:]}
-        return {"version": spec["version"], "sums": sums}
+        spec = json.loads(spec)
+        weights = stream(self.sync_group, self.device if spec["backend"] == "nccl" else "cpu", spec)
+        if spec["adapter"]:
+            (path, *about), tensors = spec["adapter"], dict(weights)
+            return write_adapter(Path(path), tensors, *about) if self.rank == 0 else None
+        self.reload_weights(weights_iterator=weights)
+        head = getattr(self.model_runner.model, "lm_head", None)
+        if self.device.type == "cpu" and head is not None:  # vLLM 0.32 leaves a tied head's packed copy stale
+            head.quant_method.process_weights_after_loading(head)
 
 
 @torch.no_grad()
@@ -639,13 +575,13 @@ def canary(sender, policy, version, cfg):
     -> sync/*, |dlogp| in nats. RunError 3 where they differ. Collective."""
     t, draw, vocab = cfg.trainer, torch.Generator().manual_seed(0), policy.model.config.get_text_config().vocab_size
     rows = [torch.randint(vocab, (min(n, cfg.run.max_seq_len - SAID),), generator=draw).tolist() for n in CANARY]
-    said = sender.say(version, rows) if sender else [([0] * SAID, [])] * len(rows) * len(cfg.inference.urls)
-    said_NS = torch.tensor([ids for ids, _ in said], device=policy.device)
-    dist.broadcast(said_NS, 0)  # rank 0 alone has heard it
-    rows = [row + ids for row, ids in zip(rows * len(cfg.inference.urls), said_NS.tolist())]
-    lens, tokens_T = torch.tensor(list(map(len, rows))), torch.tensor(sum(rows, []), dtype=torch.int32)
-    mask_T = torch.cat([torch.arange(n) >= n - SAID for n in lens.tolist()])
-    batch = Batch({"tokens": tokens_T, "mask": mask_T}, {}, lens, [], {})
+    said = sender.say(version, rows) if sender else []
+    rows *= len(cfg.inference.urls)
+    said_BS = torch.tensor([ids for ids, _ in said] or [[0] * SAID] * len(rows), device=policy.device)
+    dist.broadcast(said_BS, 0)  # rank 0 alone has heard it
+    texts, masks = [a + b for a, b in zip(rows, said_BS.tolist())], [[0] * len(row) + [1] * SAID for row in rows]
+    columns = {"tokens": torch.tensor(sum(texts, [])), "mask": torch.tensor(sum(masks, [])).bool()}
+    batch = Batch(columns, {}, torch.tensor([len(text) for text in texts]), [], {})
     logp_N = policy.eval()(collate(batch, list(range(len(rows))), policy.device))[0]
     policy.train()
     if not sender:
@@ -653,17 +589,16 @@ def canary(sender, policy, version, cfg):
     diff_N = (logp_N.cpu() - torch.tensor([x for _, logps in said for x in logps])).abs()
     metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
     value, limit = (metrics["sync/dlogp_max"], 1e-3) if t.dtype == "fp32" else (metrics["sync/dlogp_mean"], 0.05)
-    if not value <= (t.max_sync_dlogp or limit):
-        raise RunError(3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
+    is_same = value <= (t.max_sync_dlogp or limit)
+    require(is_same, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
     return metrics
 
 
 def publish(sender, policy, version, cfg):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers."""
-    started = time.perf_counter()
-    fault("gather", version)
+    started, is_first = time.perf_counter(), dist.get_rank() == 0
     weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
-    tensors = {name: w for name, w in weights if dist.get_rank() == 0}
+    tensors = {name: w for name, w in weights if is_first}
     if sender:
         sender.send(version, tensors)
     metrics = canary(sender, policy, version, cfg)
@@ -693,17 +628,13 @@ def state_of(policy, optimizer, cfg):
 
 
 def shards(path):
-    """{file: [bytes, CRC-32]} of a checkpoint's tensors, each rank reading its share. Collective."""
+    """{file: CRC-32} of a checkpoint's tensors, each rank reading its share. Collective."""
     files = sorted(path.glob("*.safetensors"))
     sums = torch.zeros(len(files), dtype=torch.int64)
     for i in range(dist.get_rank(), len(files), dist.get_world_size()):
-        with open(files[i], "rb") as f:
-            os.fsync(f)
-            while block := f.read(1 << 24):
-                sums[i] = zlib.crc32(block, int(sums[i]))
-    sizes = [file.stat().st_size for file in files]  # from here on rank 0 may rename them
+        sums[i] = zlib.crc32(np.memmap(files[i], np.uint8, "r")) if files[i].stat().st_size else 0
     dist.all_reduce(sums)
-    return {file.name: [size, crc] for file, size, crc in zip(files, sizes, sums.tolist())}
+    return dict(zip((file.name for file in files), sums.tolist()))
 
 
 def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
@@ -717,31 +648,25 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
         tmp.mkdir()
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
-    fault("ckpt_write", step)
     state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
     state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
     if is_first:
-        with open(tmp / "state.json", "w") as f:
-            json.dump(state, f)
-            f.flush()
-            os.fsync(f)
-        fault("ckpt_before_rename", step)
+        (tmp / "state.json").write_text(json.dumps(state))
         os.rename(tmp, path)
-        fault("ckpt_after_rename", step)
         for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:
             shutil.rmtree(old)
 
 
 def load_checkpoint(path, policy, optimizer, cfg):
     """In place -> step. Raises RunError 2 where it is of another run, 6 for damaged files. Collective."""
+    there = shards(path)
     try:
         state = json.loads((path / "state.json").read_text())
+        wrong = [name for name, crc in state["shards"].items() if there.get(name) != crc]
     except (OSError, ValueError):
-        state = {"shards": {"state.json": []}}
-    there = shards(path)
-    if wrong := [name for name, sums in state["shards"].items() if there.get(name) != sums]:
-        older = [p.name for p in sorted(path.parent.glob("step_??????")) if p.name < path.name]
-        then = f"then {older[-1]} is resumed from" if older else "then the run begins anew"
+        wrong = ["state.json"]
+    if wrong:
+        then = "then the one before it is resumed from, or the run begins anew"
         raise RunError(6, f"{path / wrong[0]} is damaged: it is not what was written. Remove {path}, {then}")
     refuse_other(state["run"], cfg, path)
     optimizer.param_groups[0]["lr"] = 0.0  # a step that changes nothing makes the tensors to load into
@@ -771,35 +696,29 @@ def write_final(run_dir, policy, cfg):
     """final/: what transformers (LoRA: peft) and vLLM load. Collective."""
     from transformers import AutoTokenizer
 
-    t, final, tmp = cfg.trainer, run_dir / "final", run_dir / "final.tmp"
+    t, final = cfg.trainer, run_dir / "final"
     weights = sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)
     tensors = {name: w.cpu() for name, w in weights if dist.get_rank() == 0}
     if dist.get_rank():
         return
-    shutil.rmtree(tmp, ignore_errors=True)
     if t.use_lora:
-        write_adapter(tmp, tensors, t._asdict(), cfg.run.model)
+        write_adapter(final, tensors, t._asdict(), cfg.run.model)
     else:
         policy.model.config.dtype = DTYPES[t.dtype]
-        policy.model.save_pretrained(tmp, state_dict=tensors)
-    AutoTokenizer.from_pretrained(cfg.run.model).save_pretrained(tmp)
-    shutil.rmtree(final, ignore_errors=True)
-    os.rename(tmp, final)
+        policy.model.save_pretrained(final, state_dict=tensors)
+    AutoTokenizer.from_pretrained(cfg.run.model).save_pretrained(final)
 
 
 def log_step(run_dir, step, metrics, logp_T):
     """Every number into metrics.jsonl, what people watch on the console, and logp beside the batch for tools."""
     save_file({"logp": logp_T.cpu()}, tmp := run_dir / "batches" / f"logp_{step:06d}.tmp")
     os.replace(tmp, tmp.with_suffix(".safetensors"))
-    metrics = {"step": step, "time": time.time(), "version": step + 1} | metrics
     with open(run_dir / "metrics.jsonl", "a") as f:
-        f.write(json.dumps(metrics) + "\n")
-    m = Counter({k: v for k, v in metrics.items() if v is not None})  # 0 where a replay has none
-    text = (
-        f"step {step:5d} | reward {m['reward/mean']:6.3f} | loss {m['loss']:+8.4f} | kl {m['policy/kl_sampler']:7.1e}"
-    )
-    text += f" | entropy {m['policy/entropy']:5.2f} | {m['time/step_s']:6.2f} s: wait {m['time/wait_batch_s']:.2f}"
-    print(f"{text}, train {m['time/train_s']:.2f}, sync {m['time/sync_s']:.2f}", flush=True)
+        f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
+    shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
+    shown |= {f"{name} s": f"time/{name}_s" for name in ("step", "wait_batch", "train", "sync")}
+    text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
+    print(" | ".join([f"step {step:5d}", *text]), flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -807,35 +726,29 @@ def log_step(run_dir, step, metrics, logp_T):
 
 def start_distributed(cfg):
     """torchrun's variables, or one rank without it. No rank waits longer for another than the watchdog for all."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(alone if "RANK" not in os.environ else {})
     limit, is_cuda = 2 * (cfg.run.watchdog + cfg.inference.startup_timeout), torch.cuda.is_available()
+    how = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if is_cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit), **how)
 
 
 def main(argv):
     """A run of one rank, from the last checkpoint to max_steps. RunError ends it; argv: see --help."""
     cfg, replay = configs.arguments(__doc__, argv)
-    files, t = sorted(replay.glob("step_*.safetensors")) if replay else [], cfg.trainer
-    if replay and not files:
-        raise RunError(2, f"--replay {replay}: no step_*.safetensors there")
+    files, t, last = sorted(replay.glob("step_*.safetensors")) if replay else [], cfg.trainer, cfg.run.max_steps
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
     start_distributed(cfg)
     is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
-    optimizer = make_optimizer(policy, t)
-    last = min(cfg.run.max_steps, len(files) or cfg.run.max_steps)
+    optimizer, last = make_optimizer(policy, t), min(last, len(files)) if replay else last
     if found := max((run_dir / "checkpoints").glob("step_??????"), default=None):
         step = load_checkpoint(found, policy, optimizer, cfg)
-    if replay and step == last:
-        raise RunError(2, f"{run_dir} has its {last} steps already: choose another run_name, or remove it")
+    what = f"{len(files)} batches step_*.safetensors in --replay {replay}, {step} steps in {run_dir}"
+    require(not replay or step < last, 2, f"nothing to train on, {what}: choose another run_name, or remove the run")
     if is_first:
         configs.cut_lines(run_dir / "metrics.jsonl", lambda line, first=step: line["step"] < first)
     sender = WeightSender(cfg, run_dir, policy.device) if is_first and not replay else None
-    if not replay:
-        publish(sender, policy, step, cfg)
-    mark = time.perf_counter()
+    metrics, mark = {} if replay else publish(sender, policy, step, cfg), time.perf_counter()
     while step < last:
         # 1. The orchestrator's batch, or a saved one.
         started, mark = mark, time.perf_counter()  # between them: the checkpoint of the step before
@@ -846,9 +759,8 @@ def main(argv):
         numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
         is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
         streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times
-        if streak == 3:
-            what = f"loss {metrics['loss']}, KL(sampler || policy) {metrics['policy/kl_sampler']} nats"
-            raise RunError(5, f"no finite gradient, or a KL above 1, in steps {step - 2} to {step}: at last {what}")
+        what = f"loss {metrics['loss']}, KL(sampler || policy) {metrics['policy/kl_sampler']} nats at step {step}"
+        require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row: {what}")
         step += 1
         if t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
             torch._foreach_lerp_(policy.ref, [p.detach() for p in trained(policy).values()], t.ref_sync_alpha)
@@ -859,7 +771,7 @@ def main(argv):
         mark = time.perf_counter()
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, optimizer, cfg, batch.info)
-    if cfg.run.max_steps:  # else --check
+    if last:  # else --check
         write_final(run_dir, policy, cfg)
     dist.destroy_process_group()
 

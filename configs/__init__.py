@@ -33,6 +33,12 @@ class RunError(Exception):
         self.code = code
 
 
+def require(is_so, code, cause):
+    """The run ends where this is not so."""
+    if not is_so:
+        raise RunError(code, cause)
+
+
 # --- the configuration ------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ The rule is simple so that one sees what a judge is worth: true_score, which onl
 import random
 
 from configs.judge import JudgeRubric
-from env import Rubric, SingleTurnEnv
+from env import Rubric, RubricGroup, SingleTurnEnv
 
 CONSONANTS, VOWELS, OTHERS = "bcdfghjklmnprstvwz", "aeiou", "bcdefghiklmnoprstuvwz"
 TEMPLATE = "score {completion}"  # as the toy's warm-up has it
@@ -63,6 +63,6 @@ def load_environment(
     """Without judge_models and base_url the policy's own server judges, while training. max_tokens: of the judge's
     reply, with whatever it reasons first. judge: more of Judge's arguments (configs/judge.py)."""
     judge = {"judge_models": judge_models, "base_url": base_url, "template": template, "scale": SCALE} | judge
-    rubric = JudgeRubric(sampling={"max_tokens": max_tokens}, max_concurrent=max_concurrent, **judge)
-    rubric += Rubric([first_letters, true_score], [0.2, 0.0])
+    score = JudgeRubric(sampling={"max_tokens": max_tokens}, max_concurrent=max_concurrent, **judge)
+    rubric = RubricGroup([score, Rubric([first_letters, true_score], [0.2, 0.0])])
     return SingleTurnEnv(rows()[num_eval:], rows()[:num_eval], rubric=rubric)

@@ -1,8 +1,11 @@
-"""Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum" or "orders:Difficulty".
+"""Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum" or "orders:Difficulty"; and
+`ahead`, which orchestrator.oversampling_factor > 1 takes to fill a batch.
 
 An order may skip an index of the shuffle, nothing else, so a run that is resumed takes the same rows. What it knows of
 rows goes into self.extra, which every batch carries to the next start."""
 
+import asyncio
+import itertools
 import math
 import random
 
@@ -68,3 +71,28 @@ def is_period(steps):
     if not isinstance(steps, list) or [type(step) for step in steps] != [int, int]:
         return False
     return 0 <= steps[0] < steps[1]
+
+
+async def ahead(order, num, n, job, cfg):
+    """orchestrator.fill with orchestrator.oversampling_factor times as many groups under way as are needed, so one that
+    teaches nothing is replaced without a wait. The lowest indices win, whoever finishes first: short rollouts get no
+    advantage. What is left over is thrown away, and its rows are taken again."""
+    jobs = {}
+    try:
+        while True:
+            hopeful = sum(not task.done() or not task.result().dropped for task in jobs.values())
+            for _ in range(math.ceil(num * cfg.orchestrator.oversampling_factor) - hopeful):
+                index, row = order.take(n)
+                jobs[index] = asyncio.create_task(job(index, row))
+            done = [jobs[i].result() for i in itertools.takewhile(lambda i: jobs[i].done(), sorted(jobs))]
+            useful = [i for i, group in enumerate(done) if not group.dropped]
+            if len(useful) >= num:
+                done = done[: useful[num - 1] + 1]
+                left_over = set(jobs) - {group.index for group in done}
+                order.again = sorted([*order.again, *left_over])
+                return done
+            under_way = [task for task in jobs.values() if not task.done()]
+            await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in jobs.values():
+            task.cancel()

@@ -180,7 +180,10 @@ class Server(WeightReceiver):
             await asyncio.sleep(3600 if fault == "hang" else 0)
             if fault == "500":
                 return web.json_response({"error": "fault asked for: no weights today"}, status=500)
-        result = await asyncio.to_thread(getattr(self, body["method"]), *body["args"])
+        try:
+            result = await asyncio.to_thread(getattr(self, body["method"]), *body["args"])
+        except Exception as e:  # as vLLM does
+            return web.json_response({"error": {"message": str(e)}}, status=500)
         return web.json_response({"results": [result]})
 
     def ids_of(self, body):

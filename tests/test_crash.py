@@ -1,8 +1,11 @@
 """The promises of the README: processes killed at exact points, hung, out of disk; and the same command again."""
 
 import ast
+import importlib.util
+import inspect
 import itertools
 import json
+import operator
 import os
 import random
 import re
@@ -14,12 +17,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import COMMIT, ROOT, free_port, lines, some, write_run
 from safetensors.torch import load_file
 
+import orchestrator
 import trainer
 from configs import RunError
 from trainer import load_batch
@@ -31,6 +36,8 @@ OVERRIDES = (
     "eval.every=2",
 )  # fmt: skip
 ONE = ("trainer.gpus=1",)
+FAULTS = ROOT / "tests" / "faults"  # on Python's path it breaks what FAULT names
+PLACES = (trainer, orchestrator, torch.nn.utils)  # where it waits for functions
 
 
 class Run:
@@ -45,6 +52,7 @@ class Run:
         path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides]
         env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
+        env |= {"PYTHONPATH": f"{FAULTS}:{env['PYTHONPATH']}"} if "FAULT" in variables else {}
         with open(self.log, "w") as out:
             deaf = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored, and
             self.process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
@@ -212,6 +220,25 @@ PHASES = {"startup": "start_trainer@0,0:0", "gen": "gen@0,2:0", "fwd": "fwd@0,3:
           "ckpt": "ckpt_before_rename@0,2:0"}  # fmt: skip
 ROLES = ("server", "engine", "orchestrator", "rank0", "rank1", "agent", "launch.sh")
 NAMES = {"server": "inference", "engine": "inference", "rank0": "trainer", "rank1": "trainer", "agent": "trainer"}
+
+
+def test_what_faults_wait_for_is_in_the_code():
+    """A point whose function has another name now would never come."""
+    spec = importlib.util.spec_from_file_location("faults", FAULTS / "sitecustomize.py")
+    spec.loader.exec_module(faults := importlib.util.module_from_spec(spec))
+
+    def body(name):
+        found = [operator.attrgetter(name)(place) for place in PLACES if hasattr(place, name.split(".")[0])]
+        return inspect.unwrap(found[0]).__code__
+
+    for point, (event, called, inside, step) in faults.POINTS.items():
+        assert event.startswith("c_") or body(called).co_qualname == called, point
+        name = "policy" if "forward" in str(called) else getattr(called, "__name__", called)
+        assert inside == called or name in {*body(inside).co_names, *body(inside).co_varnames}, point
+        locals_of = {"step": 7, "version": 7, "client": SimpleNamespace(version=7), "info": {"step": 7}}
+        assert step({name: locals_of[name] for name in body(inside).co_varnames if name in locals_of}) == 7, point
+    points = {fault.partition("@")[0] for fault in (*PHASES.values(), *POINTS, *STOPS)}
+    assert {point for point in points if not point.startswith("start_")} == set(faults.POINTS)
 
 
 @pytest.mark.slow

@@ -47,7 +47,8 @@ def test_the_core_alone_trains(tmp_path):
 
     # 2. Ten steps in fp32. Rank 0 is killed in step 6; the same command goes on from step 5.
     ten = [*launch, "max_steps=10", "eval.every=5", "checkpoint.every=5"]
-    assert "a rank was killed" in run(tmp_path, *ten, code=3, FAULT="fwd@0,6:9")
+    fault = {"FAULT": "fwd@0,6:9", "PYTHONPATH": str(ROOT / "tests" / "faults")}
+    assert "a rank was killed" in run(tmp_path, *ten, code=3, **fault)
     run(tmp_path, *ten)
     first = tmp_path / "outputs" / "reverse_text"
     metrics, evals = lines(first / "metrics.jsonl"), lines(first / "eval.jsonl")

@@ -179,8 +179,8 @@ def test_bad_lines_of_offline_files_are_named(tmp_path, models, capsys):
     say = [{"role": "assistant", "content": "a"}]
     ask = [{"role": "user", "content": "b"}]
     for text, problem in {
-        '{"prompt": "a"}': "line 1 has no prompt or no completion",
-        "{": "line 1 of .*is no JSON",
+        '{"prompt": "a"}': "line 1 has no completion",
+        "{": "line 1 of .*: Expecting",
         json.dumps({"prompt": ask, "completion": say}): "nothing to learn from.*'unscored': 1",
         json.dumps({"prompt": ask, "completion": say, "reward": 1}): "nothing to learn from.*'flat': 1",
         json.dumps(

@@ -142,13 +142,18 @@ def first_is_one(rewards_G, group):
 
 def test_advantages():
     groups = [[member(r) for r in (0.0, 1.0, 1.0, 0.0)], [member(r) for r in (0.2, 0.4, 0.9)]]
-    assert trainer.compute_advantages(groups, "mean") == [[-0.5, 0.5, 0.5, -0.5], pytest.approx([-0.3, -0.1, 0.4])]
+
+    def found(name):
+        """One number per rollout."""
+        return [[adv for (adv,) in group] for group in trainer.compute_advantages(groups, name)]
+
+    assert found("mean") == [[-0.5, 0.5, 0.5, -0.5], pytest.approx([-0.3, -0.1, 0.4])]
     std = np.std([0, 1, 1, 0], ddof=1) + 1e-4
-    assert trainer.compute_advantages(groups, "std")[0] == pytest.approx([-0.5 / std, 0.5 / std, 0.5 / std, -0.5 / std])
+    assert found("std")[0] == pytest.approx([-0.5 / std, 0.5 / std, 0.5 / std, -0.5 / std])
     std = np.std([0, 1, 1, 0, 0.2, 0.4, 0.9]) + 1e-4
-    assert trainer.compute_advantages(groups, "batch_std")[1] == pytest.approx([-0.3 / std, -0.1 / std, 0.4 / std])
-    assert trainer.compute_advantages(groups, "leave_one_out")[1][2] == pytest.approx(0.9 - (0.2 + 0.4) / 2)
-    assert trainer.compute_advantages(groups, "test_trainer:first_is_one")[1] == [1.0, 0.0, 0.0]
+    assert found("batch_std")[1] == pytest.approx([-0.3 / std, -0.1 / std, 0.4 / std])
+    assert found("leave_one_out")[1][2] == pytest.approx(0.9 - (0.2 + 0.4) / 2)
+    assert found("test_trainer:first_is_one")[1] == [1.0, 0.0, 0.0]
 
 
 def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
@@ -159,7 +164,7 @@ def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
     # without turn rewards the reward is the last turn's; with gamma 1 it is the whole rollout's: one number
     group = [member(4.0, num_turns=3), member(2.0, num_turns=1)]
     assert trainer.compute_advantages([group], "mean", 0.5) == [[[-0.5, 1.0, 2.0], [0.5]]]
-    assert trainer.compute_advantages([group, group], "mean") == [[1.0, -1.0]] * 2
+    assert trainer.compute_advantages([group, group], "mean") == [[[1.0], [-1.0]]] * 2
     mixed = [member(4.0, num_turns=2), member(1.0, [1.0, 0.0])]
     assert trainer.compute_advantages([mixed], "mean") == [[[1.5, 2.0], [-1.5, -2.0]]]
 
@@ -564,7 +569,7 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     done = run_trainer(tmp_path / "test.toml", "--replay", saved, "trainer.loss=test_trainer:nan_loss", check=False)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 5
-    assert last.startswith("[trainer] exit=5 no finite gradient, or a KL above 1, in steps 0 to 2: at last loss nan")
+    assert last.startswith("[trainer] exit=5 no finite gradient, or a KL above 1, in three steps in a row: loss nan")
 
 
 def test_learning_rate():
@@ -660,28 +665,30 @@ def test_a_damaged_checkpoint_is_named(how, make_cfg, tmp_path):
         file.unlink()
     else:
         file.write_bytes(blob if how == "flipped" else blob[: len(blob) // 2])
-    with pytest.raises(RunError, match=rf"{file} is damaged.* Remove {last}, then step_000001 is resumed from") as e:
+    with pytest.raises(RunError, match=rf"{file} is damaged.* Remove {last}, then the one before it") as e:
         trainer.load_checkpoint(last, policy, optimizer, cfg)
     assert e.value.code == 6
 
 
-@pytest.mark.parametrize("point", ["ckpt_write", "ckpt_before_rename", "ckpt_after_rename"])
-def test_every_instant_of_a_save_leaves_a_checkpoint_to_load(point, make_cfg, tmp_path, monkeypatch):
+@pytest.mark.parametrize("where", ["shards", "rename", "rmtree"])
+def test_every_instant_of_a_save_leaves_a_checkpoint_to_load(where, make_cfg, tmp_path, monkeypatch):
     """The process ends there: what is found then loads, and the next save goes through."""
     cfg = make_cfg("checkpoint.keep=1")
     policy, optimizer = trained_once(cfg, batch_of(tmp_path, make_samples()))
     (tmp_path / "checkpoints").mkdir()
     trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg, {})
+    owner, honest = {"shards": (trainer, trainer.shards), "rename": (os, os.rename)}.get(where, (shutil, shutil.rmtree))
 
-    def die(where, step=0):
-        if where == point:
+    def die(*given, **more):
+        if where != "rmtree" or given[0].name == "step_000001":  # not: the leftovers of an earlier save
             raise KeyboardInterrupt
+        honest(*given, **more)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(trainer, "fault", die)
+        patch.setattr(owner, where, die)
         trainer.save_checkpoint(tmp_path, 2, policy, optimizer, cfg, {})
     found = max((tmp_path / "checkpoints").glob("step_??????"))
-    assert trainer.load_checkpoint(found, policy, optimizer, cfg) == (2 if point == "ckpt_after_rename" else 1)
+    assert trainer.load_checkpoint(found, policy, optimizer, cfg) == (2 if where == "rmtree" else 1)
     trainer.save_checkpoint(tmp_path, 3, policy, optimizer, cfg, {})
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert [name for name in left if not name.endswith(".tmp")] == ["step_000003"]
@@ -863,8 +870,8 @@ def test_a_column_of_the_environment_reaches_a_loss_of_ones_own(tmp_path, models
 # --- broadcast --------------------------------------------------------------------------------------------------------
 
 
-def test_weights_of_several_buckets_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
-    """Both ends in this process, with tensors of odd sizes and one larger than a bucket."""
+def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
+    """Both ends in this process, with tensors of odd sizes."""
     arrived, worker = {}, trainer.WeightReceiver()
     worker.rank, worker.device = 0, CPU
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16), lora_config=None)
@@ -876,7 +883,6 @@ def test_weights_of_several_buckets_arrive_as_sent(make_cfg, tmp_path, monkeypat
 
     monkeypatch.setattr(trainer.WeightSender, "post", post)
     monkeypatch.setattr(trainer.WeightSender, "wait_ready", lambda sender, url: sender.run_id)
-    monkeypatch.setattr(trainer, "BUCKET", {"gloo": 1 << 20})
     sender = trainer.WeightSender(
         make_cfg("trainer.dtype=bf16", 'inference.urls=["http://127.0.0.1:1"]'), tmp_path, CPU
     )
@@ -887,23 +893,6 @@ def test_weights_of_several_buckets_arrive_as_sent(make_cfg, tmp_path, monkeypat
         sender.send(version, sent)
         assert arrived.keys() == sent.keys() and all(torch.equal(arrived[k], sent[k]) for k in sent)
         sent = {k: v + 1 for k, v in sent.items()}
-    with pytest.raises(RunError, match="sync of version 3: the trainer gathered no .'b'"):
-        sender.send(3, {k: v for k, v in sent.items() if k != "b"})
     with pytest.raises(RunError, match="sync of version 3: 1 of 5 tensors are not finite, the first is c") as e:
         sender.send(3, sent | {"c": sent["c"] / 0})
     assert e.value.code == 5
-
-
-def test_a_checksum_sees_every_flip_and_swap():
-    rng = torch.Generator().manual_seed(0)
-    for shape, dtype in itertools.product([(1,), (5,), (64, 96), (3, 1000)], [torch.bfloat16, torch.float32]):
-        data = torch.randn(shape, generator=rng).to(dtype)
-        known = trainer.checksum(data.flatten().view(torch.uint8))
-        changed = [-data, data * 2]
-        if data.numel() > 1:
-            changed += [data.flip(0) if data.dim() == 1 else data.T, data.clone()]
-            flat = changed[-1].view(-1)
-            flat[[0, -1]] = flat[[-1, 0]]
-        for other in changed:
-            assert trainer.checksum(other.flatten().view(torch.uint8)) != known
-        assert trainer.checksum(data.clone().flatten().view(torch.uint8)) == known

@@ -14,6 +14,7 @@ from conftest import ROOT, lines, make_samples
 
 import orchestrator
 from tools import plot, show, watch
+from tools.show import eval_statistics
 
 TALK = {
     "prompt": [{"role": "user", "content": "how | many"}],
@@ -59,7 +60,7 @@ def write_steps(run, steps, is_done=True, config=""):
     append(run / "metrics.jsonl", [step_line(i) for i in steps])
     append(run / "rollouts.jsonl", [line for i in steps for line in rollout_lines(i)])
     evals = [i for i in steps if i % 10 == 0]
-    about = {"env": "task", "n": 20, "ci95": 0.1, "exact": 0.5, "rows": [0.5]}
+    about = {"env": "task", "n": 20, "exact": 0.5, "rows": [0.5]}
     append(run / "eval.jsonl", [about | {"step": v, "reward/mean": v / 10} for v in evals])
     if is_done:
         (run / "done").write_text(str(len(steps)))
@@ -73,8 +74,8 @@ def said(capsys, start):
 # --- what the first rollouts say --------------------------------------------------------------------------------------
 
 
-def rollout(reward, truncated=False, where=""):
-    return {"reward": reward, "truncated": truncated, "error": "" if reward is not None else "KeyError", "where": where}
+def rollout(reward, truncated=False, error="KeyError"):
+    return {"reward": reward, "truncated": truncated, "error": "" if reward is not None else error}
 
 
 @pytest.mark.parametrize("groups, failing", [
@@ -104,7 +105,7 @@ def test_the_judgement_sees_what_is_cut_off(capsys):
 
 
 def test_a_few_lost_rollouts_are_told_and_no_failure(capsys):
-    groups = [[rollout(i % 2) for i in range(40)], [rollout(None, where="reward function exact returned None")]]
+    groups = [[rollout(i % 2) for i in range(40)], [rollout(None, error="reward function exact returned None")]]
     watch.judge("task", groups)
     assert any(
         "1 of 41 rollouts were lost: reward function exact returned None" in x for x in said(capsys, "check: PASS")
@@ -322,10 +323,18 @@ def test_curves_of_runs_and_replays(tmp_path):
 
 
 def test_each_curve_has_its_own_interval():
-    line = {"reward/mean": 0.4, "ci95": 0.041, "exact": 0.5, "n": 10}
-    assert plot.interval(line, "reward/mean") == (0.4, 0.041, 0.041)
+    line = {"reward/mean": 0.5, "rows": [0.0, 1.0, None, 0.5, 0.5], "exact": 0.5, "n": 10}
+    half = pytest.approx(1.96 * math.sqrt(0.125 / 4))
+    assert plot.interval(line, "reward/mean") == (0.5, half, half)
     value, low, high = plot.interval(line, "exact")
     assert (round(value - low, 4), round(value + high, 4)) == (0.2366, 0.7634)  # the textbook's 5 of 10
+
+
+def test_the_gain_is_paired_and_over_the_rows_that_both_have():
+    found = eval_statistics([1.0, 0.5, 0.5, 1.0], [0.0, 0.0, 0.5, None])
+    assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(1.96 * 0.5 / math.sqrt(3))
+    assert eval_statistics([1.0], [0.0])["gain"] is None and eval_statistics([0.5, 0.5], [0.5, 0.5])["gain_ci95"] == 0
+    assert eval_statistics([0.5, 0.7]) == {"ci95": pytest.approx(1.96 * 0.1 / math.sqrt(2))}
 
 
 # --- trackers ---------------------------------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from configs import RunError
-from env import load_environment, read_json_lines
+from env import load_environment, load_rows
 from orchestrator import eval_metrics, function_means, run_group, save_batch
 from tools.plot import wilson
+from tools.show import eval_statistics
 
 
 def arguments(argv):
@@ -162,12 +163,13 @@ def pass_at(k, groups):
 
 
 def report(name, groups, k, seconds):
-    errors = Counter(r.where for group in groups for r in group if r.error)
+    errors = Counter(r.error for group in groups for r in group if r.error)
     scored = [rewards for group in groups if (rewards := [r.reward for r in group if r.reward is not None])]
     if not scored:
         raise RunError(4, f"{name}: every rollout failed: {dict(errors)}")
     m, num = eval_metrics(groups), sum(map(len, scored))
-    print(f"  avg@{k} {m['reward/mean']:.3f} +- {m['ci95']:.3f} (95 %, over {len(scored)} examples)")
+    half = eval_statistics(m["rows"])["ci95"]
+    print(f"  avg@{k} {m['reward/mean']:.3f} +- {half:.3f} (95 %, over {len(scored)} examples)")
     for size in sorted({1, k} | {2**i for i in range(k.bit_length()) if 2**i < k}):
         p, n = pass_at(size, scored)
         if n:
@@ -219,12 +221,12 @@ def read_groups(path, min_reward, cfg):
     if cfg.run.chat_template:
         tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
     is_sft, groups, dropped = cfg.trainer.loss == "sft", {}, Counter()
-    for i, line in enumerate(read_json_lines(path, str(path))):
+    for i, line in enumerate(load_rows(path, str(path))):
         if line.get("error"):  # of the rollout
             dropped["failed"] += 1
             continue
-        if not (line.get("prompt") and line.get("completion")):
-            raise RunError(4, f"{path}: line {i + 1} has no prompt or no completion: {str(line)[:200]}")
+        if not line.get("completion"):
+            raise RunError(4, f"{path}: line {i + 1} has no completion: {str(line)[:200]}")
         samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
         if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
             samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, run_with
+from tools.show import Lines, eval_statistics, run_with
 
 # Of each run: told apart without colour, also where curves are noisy.
 STYLES = [
@@ -41,7 +41,8 @@ def interval(line, name):
     several rollouts of a row, which are less than independent."""
     value = line[name]
     if name == "reward/mean":
-        return value, line["ci95"], line["ci95"]
+        half = eval_statistics(line["rows"])["ci95"]
+        return value, half, half
     low, high = wilson(value, line["n"])
     return value, value - low, high - value
 

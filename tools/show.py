@@ -18,12 +18,28 @@ import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 GREEN = (194, 120, 40)  # backgrounds among the 256 colours, pale to strong
 RED = (224, 210, 196)
 
 # --- what other tools use, too ----------------------------------------------------------------------------------------
+
+
+def eval_statistics(rows, first=None):
+    """rows: mean reward of each row, None of a lost one, as in eval.jsonl. ci95: half width, over rows. gain: over
+    `first`, those of an earlier version; paired, as rows differ from each other far more than versions do."""
+
+    def half(values, ddof):
+        return float(1.96 * np.std(values, ddof=ddof) / math.sqrt(len(values))) if len(values) > ddof else None
+
+    found = {"ci95": half([x for x in rows if x is not None], 0)}
+    if first:
+        diffs = [b - a for a, b in zip(first, rows) if None not in (a, b)]
+        found |= {"gain": float(np.mean(diffs)) if len(diffs) > 1 else None, "gain_ci95": half(diffs, 1)}
+    return found
 
 
 def run_with(*files):

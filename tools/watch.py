@@ -4,6 +4,7 @@ It reads metrics.jsonl, rollouts.jsonl, eval.jsonl and batches/, and the run doe
 stdout, of a live run what is new, of one that is done all of it:
     check:      what the rollouts of the first batch say of the task
     rollout     one of every show_every steps
+    eval:       how much an evaluation gained on the first one, with 95 % intervals
     warning:    what someone should change, and how; once, until it is over
     time:       at the end, where the time went
 and a progress bar on a terminal. In the run directory: watch.jsonl (KL by age in versions), curves.png
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, as_messages, printable, run_with, said
+from tools.show import Lines, as_messages, eval_statistics, printable, run_with, said
 
 WINDOW = 10  # steps that warnings look at
 LIMIT = 0.15  # of the time: what takes more than this and is no training has a remedy
@@ -105,17 +106,17 @@ def percent(share):
 
 def judge(name, groups):
     """Can anything be learned from these rollouts? groups: the rollouts of each row, as dicts with reward, truncated,
-    error and where. Tells, and returns whether all is well."""
+    error. Tells, and returns whether all is well."""
     rollouts = [r for group in groups for r in group if r["reward"] is not None or r["error"]]
     if not rollouts:
         return tell(False, f"{name}: every prompt is too long", "raise max_seq_len, or orchestrator.max_prompt_len")
     rewards = [[r["reward"] for r in group if r["reward"] is not None] for group in groups]
     scored = [x for group in rewards for x in group]
-    lost = Counter(r.get("where") or r["error"] for r in rollouts if r["reward"] is None)
+    lost = Counter(r["error"] for r in rollouts if r["reward"] is None)
     causes = f"{lost.total()} of {len(rollouts)} rollouts were lost{', mostly' * (len(lost) > 1)}: "
     causes += "".join(cause for cause, _ in lost.most_common(1))
     if lost.total() > LOST * len(rollouts):
-        return tell(False, f"{name}: {causes}", "what is lost teaches nothing; the first traceback is in the log")
+        return tell(False, f"{name}: {causes}", "what is lost teaches nothing")
     mean, low, high = sum(scored) / len(scored), min(scored), max(scored)
     if 0 <= low and high <= 1:
         solved = mean
@@ -274,6 +275,7 @@ class Watch:
         self.added = {line["step"]: line for line in Lines(run / "watch.jsonl").new()}
         before = [line["step"] for line in Lines(run / "metrics.jsonl").new()] if is_live else []
         self.first = max(before, default=-1) + 1
+        self.first_rows = {}  # of each environment's first evaluation
         self.window, self.told, self.seconds = deque(maxlen=WINDOW), {}, Counter()
         self.since, self.is_drawn = None, True  # the first step told of, with its time; curves.png
         self.urls = self.config.get("inference", {}).get("urls", []) if is_live else []
@@ -291,7 +293,7 @@ class Watch:
             self.add_step(line)
         for line in self.evals.new():
             self.is_drawn = False
-            self.track("add_evaluation", line)
+            self.add_evaluation(line)
         if not self.is_drawn and not is_last:
             self.draw()
         self.track("save")
@@ -328,6 +330,15 @@ class Watch:
                 say(f"warning: steps {step + 1 - WINDOW} to {step}: {found[kind]}")
             self.told = found
         self.show_bar(line)
+
+    def add_evaluation(self, line):
+        """With what its rows say of it: the reward's interval, and the gain over the first evaluation."""
+        first = self.first_rows.setdefault(line["env"], line["rows"])
+        found = eval_statistics(line["rows"], first)
+        self.track("add_evaluation", line | found)
+        if line["step"] > self.first and found["gain"] is not None:
+            gain = f"gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
+            say(f"eval {line['step']} | {line['env']}: reward {line['reward/mean']:.3f} +- {found['ci95']:.3f}, {gain}")
 
     def show_bar(self, line):
         num = self.config.get("max_steps")
