@@ -501,10 +501,9 @@ class WeightSender:
         return list(self.pool.map(lambda url: self.post(url, path, body), self.urls))
 
     def rpc(self, method, specs):
-        """Starts method in every worker of every server, with one spec each -> futures of the workers' replies."""
+        """Starts method in every worker of every server, with one spec each -> a future for each server."""
         bodies = [{"method": method, "args": [json.dumps(self.spec | spec)]} for spec in specs]
-        call = lambda url, body: self.post(url, "/collective_rpc", body)["results"]  # noqa: E731
-        return [self.pool.submit(call, url, body) for url, body in zip(self.urls, bodies)]
+        return [self.pool.submit(self.post, url, "/collective_rpc", body) for url, body in zip(self.urls, bodies)]
 
     def model(self, version):
         """What a request calls this version: adapters have names of their own."""

@@ -311,15 +311,21 @@ def test_no_file_and_no_toml(tmp_path):
 def test_every_key_is_read_somewhere():
     """A key that nothing reads is a promise that nothing keeps."""
     schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
-    del schema["limits"]
+    relations = schema.pop("limits")["relations"]  # what allows another key is read there
     files = [*ROOT.glob("*.py"), *ROOT.glob("configs/*.py"), *ROOT.glob("tools/*.py"), ROOT / "launch.sh"]
-    code = "".join(path.read_text() for path in files if path.name != "old_names.py")
+    code = "".join(path.read_text() for path in files if path.name != "old_names.py") + str([x[2] for x in relations])
     for key in configs.flatten(schema):
         name = key.rpartition(".")[2]
         table = key.rpartition(".")[0] or "run"
         assert re.search(rf"\.{name}\b|\"{name}\"|\b{table}_{name}\b", code), (
             f"{key} is in defaults.toml and never read"
         )
+
+
+def test_relations_are_between_keys_that_there_are():
+    keys = {*configs.DEFAULTS, "inference.args.tensor_parallel_size"}
+    for key, _, other in configs.LIMITS["relations"]:
+        assert key in keys and (other in keys or type(other) in (int, float)), (key, other)
 
 
 def test_every_shipped_configuration_loads():

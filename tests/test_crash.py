@@ -282,18 +282,6 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, 
     assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_the_launcher_restarts_while_it_gets_further(models, undisturbed, tmp_path):
-    """A fault at a step that is passed once, since the batch is then committed; then one that never is."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, MAX_RESTARTS="3", FAULT="gen@0,2:9")
-    last = run.end(3)
-    assert "restart after version 2, 2 left" in run.text() and run.text().count("restart after") == 1, run.text()
-    assert "role=orchestrator" in last and "killed by SIGKILL" in last
-    run.assert_clean()
-    assert_resumes(tmp_path, models["untied"], undisturbed)
-
-
 # --- the watchdog, and servers that fail ------------------------------------------------------------------------------
 
 SHORT = ("watchdog=8", "inference.startup_timeout=60", "eval.hold_s=1")
@@ -341,7 +329,7 @@ def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
     run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, FAULT="start_orchestrator@0,0:19")
     run.fault()
     began, last = time.monotonic(), run.end(3)
-    assert "role=orchestrator" in last and "was not ready after 68 s" in last and time.monotonic() - began < 100
+    assert "role=orchestrator" in last and "no role made progress for 68 s" in last and time.monotonic() - began < 100
     run.assert_clean()
 
 
@@ -692,7 +680,7 @@ def test_soak(tmp_path):
     rng, attempts, best, seen = random.Random(COMMIT), 0, -1, []
     limits = ("watchdog=40", "trainer.sync_timeout_s=30", "orchestrator.generation_timeout=40", "checkpoint.every=5")
     start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True,  # noqa: E731
-                        toml=ROOT / "configs" / "reverse_text.toml", MAX_RESTARTS="99")  # fmt: skip
+                        toml=ROOT / "configs" / "reverse_text.toml")  # fmt: skip
     run, began = start(), time.monotonic()
 
     def version():
@@ -704,9 +692,9 @@ def test_soak(tmp_path):
     def num_attempts():
         return run.text("trainer").count("\n=== ") + run.text("trainer").startswith("=== ")
 
-    while run.process.poll() is None or run.process.returncode == -signal.SIGKILL:
+    while run.process.poll() in (None, 3, -signal.SIGKILL):
         assert time.monotonic() - began < 3000, run.text()[-3000:]
-        if run.process.poll() is not None:  # the launcher itself was killed
+        if run.process.poll() is not None:  # a role, or the launcher itself, was killed
             run.assert_clean()
             run = start()
         if version() > best:

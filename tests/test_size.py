@@ -57,6 +57,7 @@ def test_configuration_and_launcher_are_small():
     assert len(code_lines(ROOT / "configs" / "__init__.py")) <= MOST["configs"]
     text = (ROOT / "launch.sh").read_text()
     assert len(text.splitlines()) <= MOST["launch.sh"]
+    assert max(map(len, text.splitlines())) <= 120
     assert not re.search(r"(^|[;&|({]|\b(then|do|else))[ \t]*(source|\.)[ \t]+\S", text, re.MULTILINE)
 
 

@@ -75,7 +75,8 @@ def check_memory(policy, cfg):
     with passes(f"a micro-batch of {tokens:,} tokens (trainer.micro_batch_size x max_seq_len) fits in memory") as done:
         for _ in range(2):
             metrics, _ = trainer.train_step(policy, optimizer, batch, 0, idle)
-        done.append(f"{metrics['perf/peak_gib']:.1f} GiB, {metrics['time/train_s'] / 2:.1f} s")
+        peak = metrics["perf/peak_gib"]  # of CUDA
+        done.append(f"{f'{peak:.1f} GiB, ' * (peak > 0)}{metrics['time/train_s'] / 2:.1f} s")
 
 
 # --- broadcast --------------------------------------------------------------------------------------------------------
