@@ -36,8 +36,9 @@ resolved=$("$PY" configs/__init__.py "${GIVEN[@]}") || exit
 eval "$resolved" # run_dir, sends_adapters, each key as an array (run_model, trainer_gpus, ...), inference_flags
 LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps CHECK='' program=trainer.py outcome="done"
 [[ " $* " != *" --check "* ]] || CHECK=1 program=tools/check.py outcome="all checks passed"
-[ -n "$CHECK" ] || [ "$(cat "$run_dir/done" 2>/dev/null || echo 0)" -lt "$STEPS" ] ||
-    { echo "[launch] already complete: $run_dir has its $STEPS steps; set max_steps higher, or run_name"; exit 0; }
+if [ -z "$CHECK" ] && [ "$(cat "$run_dir/done" 2>/dev/null || echo 0)" -ge "$STEPS" ]; then
+    echo "[launch] already complete: $run_dir has its $STEPS steps; set max_steps higher, or run_name"; exit 0
+fi
 { exec 9>>"$run_dir/.lock"; } 2>/dev/null || fail 6 "$run_dir/.lock cannot be written"
 flock -w 5 9 || fail 2 "$run_dir belongs to a run under way: choose another run_name"
 clear_up() { rm -rf "$TMP" "$run_dir/adapters" "$run_dir"/{,batches/,checkpoints/}*.tmp; }
@@ -57,7 +58,6 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
     ! is_taken $port || fail 2 "port $port is in use: leave inference.port out, or set another"
     URLS+=("http://127.0.0.1:$port")
 done
-[ ! -d "$run_model" ] || offline=(HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}") # not the orchestrator: its rows may be there
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3))
 export DO_NOT_TRACK=1 ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} # servers are called so
@@ -116,9 +116,8 @@ finish() { # code, last line
 }
 hear() { ! read -t 0 -u 8 || read -r -u 8 said; } # no other timeout: when it is over, bash would leave a trap half done
 dead() { # role, status [, cause]: ends the run for what the first role to fail said, else for how this one ended
-    local role=${1%%/*} code=$2 cause="ended with status $2 before the run was done" pid=${PID[$1]} patience=1
-    [[ $role$code != inference*3 ]] || patience=10 # it ended itself after a broken broadcast: the trainer says why
-    until [ -n "$said" ] || ((patience-- == 0)); do sleep 0.5; hear; done
+    local role=${1%%/*} code=$2 cause="ended with status $2 before the run was done" pid=${PID[$1]}
+    [ -n "$said" ] || { sleep 0.5; hear; }
     ((code < 129 || code > 192)) || cause="killed by SIG$(kill -l "$code")"
     [ "$code" = 2 ] || code=3 # 2: it refused its arguments
     if [ -n "${3:-}" ]; then cause=$3
@@ -135,6 +134,7 @@ trap 'finish 130 "[launch] exit=130 interrupted"' INT; trap 'finish 143 "[launch
 
 # --- start: what can be wrong is found before a server starts, in the task by prepare, then by the orchestrator -------
 start_others() { # the servers (inference, inference1, ...), the trainer, and what watches it
+    [ ! -d "$run_model" ] || offline=(HF_HUB_OFFLINE=1) # not for the orchestrator, whose rows may be there
     for ((i = 0; i < SERVERS; i++)); do
         start "inference${i#0}" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" "${vars[@]}" "${offline[@]}" \
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}" --port "${URLS[i]##*:}"
@@ -147,10 +147,10 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
 begun=$SECONDS moved=$SECONDS before='' said=''
 if [ -n "$run_prepare" ] && [ ! -d "$run_model" ] && [[ " $* " != *" model="* ]]; then # it makes the TOML's, no other
     echo "[launch] preparing $run_model with $run_prepare (log: $LOGS/prepare.log)"
-    start prepare timeout -k 5 "$run_prepare_timeout" "$PY" "$run_prepare" "${GIVEN[@]}"
+    start prepare env OMP_WAIT_POLICY=passive timeout -k 5 "$run_prepare_timeout" "$PY" "$run_prepare" "${GIVEN[@]}"
     wait "${PID[prepare]}" && unset 'PID[prepare]' || dead prepare $?
 fi
-[ -n "${HF_ENDPOINT:-}${https_proxy:-}" ] || getent hosts huggingface.co >/dev/null || export HF_HUB_OFFLINE=1 # at once
+[ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null || export HF_HUB_OFFLINE=1
 start orchestrator env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrator.py "${GIVEN[@]}" "${EXTRA[@]}"
 tail --pid=$$ -q -n 0 -F "$LOGS"/{trainer,orchestrator,watch}.log 2>/dev/null 3>&- 8>&- 9>&- |
     sed -unE '/^(step|eval|batch|rollout|check:|warning:|time:)/p' 3>&- 8>&- 9>&- & CONSOLE=$!
@@ -175,6 +175,6 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
         [[ $(cat "/proc/$pid/comm" 2>/dev/null) != VLLM::Engine* ]] || PID[${name%%/*}/$pid]=$pid
     done; done
 done
-echo "$STEPS" >"$run_dir/done"
+echo "$STEPS" >"$run_dir/done.tmp" && mv "$run_dir/done.tmp" "$run_dir/done"
 [ -z "${PID[watch]:-}" ] || timeout 60 tail --pid="${PID[watch]}" -f /dev/null; sleep 0.5 # for the last picture, lines
 finish 0 "[launch] $outcome in $((SECONDS - begun)) s: $run_dir"

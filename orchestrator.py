@@ -144,12 +144,12 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     return choices
 
 
-def culprit(error):
+def culprit(error, most=200):
     """-> type and text of an error, and the line of the user's code where it arose."""
     ours = ("/lib/python", "/env.py", "/orchestrator.py", "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     where = f" in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:200]}{where}"
+    return f"{type(error).__name__}: {str(error)[:most]}{where}"
 
 
 async def guard(rollouts, work, timeout_s):
@@ -213,7 +213,11 @@ async def run_group(env, row, n, ask, step, cfg):
 
     states = [env.start(row) | {"step": step} for _ in range(n)]
     jobs = [run_rollout(env, state, ask, first, asked_G, i, cfg) for i, state in enumerate(states)]
-    rollouts = await asyncio.gather(*jobs)
+    try:
+        rollouts = await asyncio.gather(*jobs)
+    finally:
+        if first.cache_info().currsize:
+            first().cancel()  # nobody is left to read it
     scored = [r for r in rollouts if r.reward is not None]
     more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
     for r, (add, metrics) in zip(scored, more or []):
@@ -383,8 +387,8 @@ def resume(run_dir, cfg):
             refuse_other(info["run"], cfg, path)
             ledger, n = info["ledger"], n + 1
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        what = f"{path} is damaged ({type(e).__name__}: {e})"
-        raise RunError(6, f"{what}. Remove {found or path}, and start again") from e
+        what = found if path.name == "state.json" else f"{path} and the batches after it"
+        raise RunError(6, f"{path} is damaged ({type(e).__name__}: {e}). Remove {what}, and start again") from e
     configs.cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
     configs.cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= n)
     return n, ledger
@@ -489,7 +493,7 @@ def prepare(cfg):
         except Exception as error:
             is_unknown = getattr(error, "name", "") == e.id.split("/")[-1].replace("-", "_")  # no such module
             code = 2 if is_unknown else getattr(error, "code", 4)
-            raise RunError(code, f"env.id = {e.id!r}: {culprit(error)}") from error
+            raise RunError(code, f"env.id = {e.id!r}: {culprit(error, 2000)}") from error
         has_rows, parses = not cfg.eval.every or env.eval_dataset, cfg.inference.args.get("enable_auto_tool_choice")
         require(has_rows, 2, f"eval.every = {cfg.eval.every}, but the environment {e.name!r} has no eval_dataset")
         wanted = 'enable_auto_tool_choice = true and tool_call_parser, e.g. "hermes" for Qwen'

@@ -461,7 +461,7 @@ class WeightSender:
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
         once = httpx.Limits(max_keepalive_connections=0)  # a server closes idle connections, maybe just as one is used
         self.http = httpx.Client(timeout=t.sync_timeout_s, limits=once, trust_env=False)  # no proxy between the roles
-        self.pool, self.loaded = ThreadPoolExecutor(64), []
+        self.pool, self.loaded, self.names = ThreadPoolExecutor(64), [], set()
         # 1. Servers of this run, and of no other: a stale one is never trained against.
         others = {url: name for url in self.urls if (name := self.wait_ready(url)) != self.run_id}
         require(not others, 2, f"a server of another run answers: {others}; this run is {self.run_id!r}")
@@ -514,6 +514,8 @@ class WeightSender:
         server that got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / self.model(version)
         refuse_non_finite(tensors, what)
+        missing, self.names = sorted(self.names - set(tensors)), set(tensors)
+        require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
         spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": None}
         if self.cfg.sends_adapters:
             spec["adapter"] = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model]
@@ -562,7 +564,11 @@ class WeightReceiver:
         if spec["adapter"]:
             (path, *about), tensors = spec["adapter"], dict(weights)
             return write_adapter(Path(path), tensors, *about) if self.rank == 0 else None
-        self.reload_weights(weights_iterator=weights)
+        try:
+            self.reload_weights(weights_iterator=weights)
+        except Exception:
+            deque(weights, 0)  # the sender is not to wait for who listens no more
+            raise
         head = getattr(self.model_runner.model, "lm_head", None)
         if self.device.type == "cpu" and head is not None:  # vLLM 0.32 leaves a tied head's packed copy stale
             head.quant_method.process_weights_after_loading(head)
@@ -715,7 +721,7 @@ def log_step(run_dir, step, metrics, logp_T):
     with open(run_dir / "metrics.jsonl", "a") as f:
         f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
-    shown |= {f"{name} s": f"time/{name}_s" for name in ("step", "wait_batch", "train", "sync")}
+    shown |= {name: f"time/{name}" for name in ("step_s", "wait_batch_s", "train_s", "sync_s")}
     text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
     print(" | ".join([f"step {step:5d}", *text]), flush=True)
 

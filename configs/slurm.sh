@@ -12,7 +12,7 @@ set -eu
 config=$1; shift
 export NNODES=$SLURM_JOB_NUM_NODES MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) ROLEMODEL_RUN_ID=slurm-$SLURM_JOB_ID
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export MASTER_ADDR=${nodes%%$'\n'*}
+export PYTHONFAULTHANDLER=1 MASTER_ADDR=${nodes%%$'\n'*}
 bash launch.sh --setup
 PY=.venv/bin/python; [ -x "$PY" ] || PY=python3
 resolved=$(PYTHONPATH=$PWD "$PY" configs/__init__.py "$config" "$@")

@@ -65,7 +65,12 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
 
 
-SLOWEST = ("test_crash.py", "test_first_hour.py", "test_vllm.py")  # begin first, each on its own worker
+SLOWEST = (
+    "test_crash.py",
+    "test_proof.py",
+    "test_first_hour.py",
+    "test_vllm.py",
+)  # begin first, each on its own worker
 
 
 def pytest_collection_modifyitems(config, items):

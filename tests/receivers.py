@@ -10,8 +10,11 @@ class StaleHead(WeightReceiver):
 
     def receive_weights(self, spec):
         if json.loads(spec).get("fail"):
-            super().receive_weights(spec)
-            raise ValueError("weights that cannot be loaded")
+            self.reload_weights = self.load_one_and_fail
+            try:
+                return super().receive_weights(spec)
+            finally:
+                del self.reload_weights
         if not json.loads(spec).get("stale_head"):
             return super().receive_weights(spec)
         method = self.model_runner.model.lm_head.quant_method
@@ -20,3 +23,7 @@ class StaleHead(WeightReceiver):
             return super().receive_weights(spec)
         finally:
             del method.process_weights_after_loading
+
+    def load_one_and_fail(self, weights_iterator):
+        name, _ = next(weights_iterator)
+        raise ValueError(f"{name} cannot be loaded")

@@ -170,7 +170,7 @@ def warnings(lines):
     if (share := mean("rollout/errors") / max(mean("rollout/num"), 1)) > LOST:
         kinds = sorted(key[6:] for key in set().union(*lines) if key.startswith("error/"))
         found["lost"] = (
-            f"{percent(share)} of the rollouts are lost to errors ({', '.join(kinds)}): see the orchestrator's log"
+            f"{percent(share)} of the rollouts are lost to errors ({', '.join(kinds)}): see error in rollouts.jsonl"
         )
     ages = sorted(int(key[13:]) for key in set().union(*lines) if key.startswith("policy/kl_age"))
     ages = [age for age in ages if middle(f"policy/kl_age{age}") is not None]
