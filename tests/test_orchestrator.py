@@ -542,7 +542,9 @@ def test_overlap(launched):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["full", "adapters"])
+@pytest.mark.parametrize(
+    "how", ["full", pytest.param("adapters", marks=pytest.mark.long)]
+)  # test_vllm.py has them, too
 def test_a_whole_run_in_16_bits(how, launched):
     """Every version within the canary's limit, rollouts up to two versions old; adapters go on from a checkpoint."""
     overrides = ("trainer.dtype=bf16", f"trainer.use_lora={str(how == 'adapters').lower()}", "checkpoint.every=2")
