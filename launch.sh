@@ -166,7 +166,7 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
         [[ $code = 0 && $name != inference* && $version -ge $STEPS ]] || dead "$name" $code
         unset "PID[$name]"
     done
-    limit=${run_watchdog%.*} now="${!PID[*]} $(cat "$TMP"/progress/* 2>/dev/null)" role=${PID[trainer]:+trainer}
+    limit=${run_watchdog%.*} now="${!PID[*]} $(stat -c %y "$TMP"/progress/* 2>/dev/null)" role=${PID[trainer]:+trainer}
     [ "$now" = "$before" ] || moved=$SECONDS before=$now
     [ -f "$run_dir/version" ] || limit=$((limit + ${inference_startup_timeout%.*}))
     ((SECONDS - moved <= limit)) ||

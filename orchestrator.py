@@ -9,6 +9,7 @@ function of (seed, index); every batch file carries the ledger of indices that a
 
 import asyncio
 import functools
+import gc
 import itertools
 import json
 import math
@@ -16,7 +17,6 @@ import os
 import random
 import time
 import traceback
-import uuid
 import zlib
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -46,7 +46,7 @@ class Client:
     def __init__(self, cfg):
         self.cfg, self.urls, self.version = cfg, list(cfg.inference.urls), -1
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)  # the name under which the servers serve
-        self.attempt = uuid.uuid4().hex[:8]  # a restarted trainer reaches a version again, with other weights
+        self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
 
     @functools.cached_property
     def session(self):  # belongs to the event loop
@@ -486,7 +486,7 @@ async def evaluate(due, lock, envs, client, run_dir, cfg):
 
 def prepare(cfg):
     """-> {name: environment}. Every mistake in these, or in the model's files, is told before a server starts."""
-    envs, template = {}, cfg.run.chat_template
+    envs, model, template = {}, cfg.run.model, cfg.run.chat_template
     for e in cfg.env:
         try:
             env = envs[e.name] = load_environment(e.id, e.args, cfg.path.parent)
@@ -501,14 +501,12 @@ def prepare(cfg):
     from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
     try:
-        AutoConfig.from_pretrained(cfg.run.model)
-        template = (
-            Path(template).read_text() if template else AutoTokenizer.from_pretrained(cfg.run.model).chat_template
-        )
+        AutoConfig.from_pretrained(model)
+        template = Path(template).read_text() if template else AutoTokenizer.from_pretrained(model).chat_template
     except (OSError, ValueError) as e:
-        raise RunError(2, f"model = {cfg.run.model!r}, chat_template: {str(e).splitlines()[0]}") from e
+        raise RunError(2, f"model = {model!r}, chat_template: {str(e).splitlines()[0]}") from e
     is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-    require(template or is_text, 2, f"{cfg.run.model} has no chat template: set chat_template, or give rows a text")
+    require(template or is_text, 2, f"{model} has no chat template: set chat_template, or give rows a text")
     return envs
 
 
@@ -523,6 +521,7 @@ async def run(cfg):
     orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     configs.tell_launcher("[orchestrator] ready")
+    gc.freeze()  # or each collection walks all that transformers has imported, a tenth of this process's time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
     os.environ["ROLEMODEL_POLICY_URL"] = f"{next(iter(cfg.inference.urls), '')}/v1"  # for a judge that is the policy
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code

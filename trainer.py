@@ -164,7 +164,7 @@ def full(tensor):
 
 # columns: {name: [T]}, a value per token; fields: {name: [S]}, the numbers among `samples`, which is the metadata
 Batch = namedtuple("Batch", "columns fields lens samples info")
-SHAPES = {"cpu": (8, 128), "cuda": (64, 1024)}  # widths are multiples of; a pass costs as much as so many tokens
+SHAPES = {"cpu": (4, 128), "cuda": (64, 1024)}  # widths are multiples of; a pass costs as much as so many tokens
 
 
 def load_batch(path, cfg=None, step=None):
