@@ -410,9 +410,9 @@ def test_columns_and_fields_arrive_at_the_loss_tokens(tmp_path):
     assert micro["weight_N"].tolist() == [i / 2 for _, i, _ in at] and "note_N" not in micro
     assert micro["target_N"].tolist() == [samples[i]["tokens"][j] for _, i, j in at]
     assert micro["ids_BW"].flatten()[micro["index_N"] + 1].tolist() == micro["target_N"].tolist()
-    assert micro["ids_BW"].shape[1] % 8 == 0
+    assert micro["ids_BW"].shape[1] % trainer.SHAPES["cpu"][0] == 0
     filler = trainer.collate(batch_of(tmp_path, samples), [], CPU)
-    assert filler["mask_N"].tolist() == [False] and filler["ids_BW"].shape == (1, 8)
+    assert filler["mask_N"].tolist() == [False] and filler["ids_BW"].shape == (1, trainer.SHAPES["cpu"][0])
 
 
 def test_updates_per_batch(make_cfg, tmp_path):
