@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from safetensors.torch import load, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import configs
@@ -60,8 +61,8 @@ class LoRALinear(nn.Linear):
 
 def add_lora(model, t):
     """Freezes the model; each linear layer whose name ends in a target gets fp32 factors A [r, in] and B [out, r]."""
+    linear = {f".{k}": m for k, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
     model.requires_grad_(False)
-    linear = {f".{name}": m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for target in t.lora_target_modules:
         matched = [m for name, m in linear.items() if name.endswith(f".{target}")]
         is_tied = any(m.weight is model.get_input_embeddings().weight for m in matched)
@@ -81,19 +82,23 @@ class Policy(nn.Module):
 
     CHUNK = 1 << 26  # 256 MiB in fp32, of which there are a few at a time
 
-    def __init__(self, model, device):
+    def __init__(self, model, device, head_dtype=None):
         super().__init__()
-        self.model, self.device, c = model, device, model.config.get_text_config()
+        self.model, self.device, self.head_dtype, c = model, device, head_dtype, model.config.get_text_config()
         self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
         self.softcap = getattr(c, "final_logit_softcapping", None)
         self.ref = None  # with beta: the reference's values of the trained parameters
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
 
-    def head(self, hidden_ND, target_N, temperature_N):
+    def head(self, weights, hidden_ND, target_N, temperature_N):
         """-> logp_N and entropy_N, stacked, in nats, of fp32 logits over the temperature. One tensor: of two, of which
-        a loss uses one, backward would keep what it has recomputed for the other, of every chunk."""
+        a loss uses one, backward would keep what it has recomputed for the other, of every chunk.
+
+        weights: the head's parameters in fp32, in which the gradients of the chunks add up."""
         head = self.model.get_output_embeddings()
-        logits_NV = head(hidden_ND.to(head.weight.dtype)).float() * self.scale  # some models' residuals are fp32
+        dtype = self.head_dtype or head.weight.dtype
+        weights = {name: w.to(dtype) for name, w in weights.items()}
+        logits_NV = functional_call(head, weights, hidden_ND.to(dtype)).float() * self.scale
         if self.softcap:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         log_p_NV = (logits_NV / temperature_N[:, None]).log_softmax(-1)
@@ -106,21 +111,39 @@ class Policy(nn.Module):
         hidden_BWD = self.model.base_model(input_ids=micro["ids_BW"], use_cache=False).last_hidden_state
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
         size = max(1, self.CHUNK // self.model.config.get_text_config().vocab_size)
+        weights = {name: p.float() for name, p in self.model.get_output_embeddings().named_parameters()}
         chunks = zip(*(x.split(size) for x in parts))
-        logp, entropy = zip(*(checkpoint(self.head, *chunk, use_reentrant=False) for chunk in chunks))
+        logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)
+
+    def plain(self, row):
+        """-> logp of a row's tokens but the first, by the model's own forward: what check_policy compares with."""
+        ids_W = torch.tensor(row, device=self.device)
+        logits_WV = self.model(input_ids=ids_W[None], use_cache=False).logits[0].float()
+        return -F.cross_entropy(logits_WV[:-1], ids_W[1:], reduction="none")
+
+
+def load_model(cfg):
+    """The model without dropout of its own: else old and new log-probabilities are of two networks."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(cfg.run.model)
+    text, dtype = config.get_text_config(), DTYPES[cfg.trainer.dtype] if cfg.trainer.use_lora else torch.float32
+    text.update({key: 0.0 for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)})
+    model = AutoModelForCausalLM.from_pretrained(cfg.run.model, config=config, dtype=dtype).requires_grad_(False)
+    for part in (model.get_decoder(), model.get_output_embeddings()):  # not what a composite model has for images
+        part.requires_grad_(True)
+    return model
 
 
 def build_policy(cfg):
     """Load, add LoRA, shard with FSDP2: a group per block, one for the rest. FSDP2 also casts fp32 masters down."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from transformers import AutoModelForCausalLM
+    from torch.distributed import fsdp
 
     t, world, is_cuda = cfg.trainer, dist.get_world_size(), torch.cuda.is_available()
     require(world % t.replicas == 0, 2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
     torch.manual_seed(cfg.run.seed)  # every rank draws the same adapters
-    dtype = DTYPES[t.dtype] if t.use_lora else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(cfg.run.model, dtype=dtype)
+    model = load_model(cfg)
     if t.use_lora:
         add_lora(model, t)
     if t.gradient_checkpointing:
@@ -128,19 +151,22 @@ def build_policy(cfg):
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
         block.forward = torch.compile(block.forward, dynamic=True)
-    policy = Policy(model, torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu"))
+    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    policy = Policy(model, device, DTYPES.get(t.head_dtype))
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
         shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded in a node, copied across
         mesh = dist.init_device_mesh(policy.device.type, shape, mesh_dim_names=names)
         how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
-        how["offload_policy"] = CPUOffloadPolicy() if t.offload_optimizer and is_cuda else OffloadPolicy()
+        how["offload_policy"] = fsdp.CPUOffloadPolicy() if t.offload_optimizer and is_cuda else fsdp.OffloadPolicy()
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
-            precision = MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
-            fully_shard(module, mp_policy=precision, **how)
+            is_block = module is not policy
+            precision = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=is_block)
+            fsdp.fully_shard(module, mp_policy=precision, **how)
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        fsdp.register_fsdp_forward_method(policy, "plain")
     # The reference is the policy as it starts; LoRA's starts at B = 0, the base model.
     policy.ref = [p.detach().clone() for p in trained(policy).values()] if t.beta else None
     return policy.train()
@@ -176,7 +202,8 @@ def load_batch(path, cfg=None, step=None):
         columns, header = load(blob := path.read_bytes()), json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
         samples, info, crc = (header["__metadata__"][key] for key in ("samples", "info", "crc32"))
         parts = samples.encode(), info.encode(), *(columns[name].numpy() for name in sorted(columns))
-        samples, info, lens = json.loads(samples), json.loads(info), columns.pop("lens").long()
+        samples, lens = json.loads(samples), columns.pop("lens").long()
+        info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | json.loads(info)  # where it does not say them
         assert zlib.crc32(b"".join(parts)) == int(crc), "its checksum is another"
     except Exception as e:  # of safetensors, of JSON, or of the file system
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
@@ -351,11 +378,14 @@ def make_optimizer(policy, t):
 
 def make_micros(policy, batch, cfg):
     """-> this rank's micro-batches, as many as every other rank has."""
-    rank, world, lens = dist.get_rank(), dist.get_world_size(), batch.lens.tolist()
+    rank, world, lens, tokens_T = dist.get_rank(), dist.get_world_size(), batch.lens.tolist(), batch.columns["tokens"]
+    low, high, vocab = int(tokens_T.min()), int(tokens_T.max()), policy.model.config.get_text_config().vocab_size
+    what = f"a sample of {min(lens)} tokens, ids from {low} to {high}; the vocabulary has {vocab}"
+    require(min(lens) > 0 and 0 <= low and high < vocab, 4, f"a batch that cannot be trained on: {what}")
     rectangles = cut(lens, cfg.trainer.micro_batch_size * cfg.run.max_seq_len, world, *SHAPES[policy.device.type])
     num_samples = sum(bool(mask.any()) for mask in batch.columns["mask"].split(lens))
     counts = {"tokens": max(int(batch.columns["mask"].sum()), 1), "samples": max(num_samples, 1)}
-    counts |= {key: batch.info.get(key, 0) for key in ("rollouts", "max_tokens")}
+    counts |= {key: batch.info[key] for key in ("rollouts", "max_tokens")}
     return [collate(batch, indices[rank::world], policy.device) | counts for indices in rectangles]
 
 
@@ -367,6 +397,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     optimizer.param_groups[0]["lr"] = lr = learning_rate(step, t, cfg.run.max_steps)
     scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
     logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
+    if t.importance:
+        loss_function = named(t.importance, {})(loss_function)
     # 1. Rectangles, and what must be known before the first update. Dropout is a function of seed, step and rank.
     torch.manual_seed((cfg.run.seed << 32) + step * dist.get_world_size() + dist.get_rank())
     micros = add_columns(policy, make_micros(policy, add_advantages(batch, t), cfg), cfg)
@@ -388,7 +420,8 @@ def train_step(policy, optimizer, batch, step, cfg):
             (scale / micro["tokens"] * torch.where(micro["mask_N"], loss_N, 0).sum()).backward()
             if update == 0:
                 log_r_N = logp_N.detach() - micro["old_logp_N"]
-                logs |= {"loss": loss_N, "policy/entropy": entropy_N, "policy/kl_sampler": log_r_N.exp() - 1 - log_r_N}
+                kl_N = log_r_N.clamp(-20, 20).exp() - 1 - log_r_N  # as in the loss: exp(100) is inf
+                logs |= {"loss": loss_N, "policy/entropy": entropy_N, "policy/kl_sampler": kl_N}
                 sums.update({k: torch.where(micro["mask_N"], v.detach(), 0).sum().float() for k, v in logs.items()})
                 logp_T[micro["at_N"]] += torch.where(micro["mask_N"], logp_N.detach(), 0)
         # 4. One optimizer step, unless the gradient is not finite.
@@ -574,39 +607,84 @@ class WeightReceiver:
             head.quant_method.process_weights_after_loading(head)
 
 
+def score(policy, rows, firsts=(1, 1, 1, 1)):
+    """-> logp, in one rectangle, of each row's tokens from number `first` on."""
+    is_loss = [[i >= first for i in range(len(row))] for row, first in zip(rows, firsts)]
+    columns = {"tokens": torch.tensor(sum(rows, [])), "mask": torch.tensor(sum(is_loss, []))}
+    batch = Batch(columns, {}, torch.tensor([len(row) for row in rows]), [], {})
+    return policy(collate(batch, list(range(len(rows))), policy.device))[0]
+
+
+def gap(a_N, b_N, t):
+    """|a - b| in nats, and what it may be: the largest in fp32, the mean in 16 bits."""
+    diff_N = (a_N - b_N).abs()
+    return (diff_N.max().item(), 1e-3) if t.dtype == "fp32" else (diff_N.mean().item(), 0.05)
+
+
+def random_rows(policy, cfg):
+    """Token ids in rows of different lengths: nothing may leak from row to row."""
+    draw, vocab = torch.Generator().manual_seed(0), policy.model.config.get_text_config().vocab_size
+    share = min(1, (cfg.run.max_seq_len - SAID) / max(CANARY))
+    return [torch.randint(vocab, (max(2, int(n * share)),), generator=draw).tolist() for n in CANARY]
+
+
 @torch.no_grad()
-def canary(sender, policy, version, cfg):
-    """Every server goes on with the same rows, and the trainer scores what it said: in one rectangle, as rollouts are,
-    -> sync/*, |dlogp| in nats. RunError 3 where they differ. Collective."""
-    t, draw, vocab = cfg.trainer, torch.Generator().manual_seed(0), policy.model.config.get_text_config().vocab_size
-    rows = [torch.randint(vocab, (min(n, cfg.run.max_seq_len - SAID),), generator=draw).tolist() for n in CANARY]
+def check_policy(policy, cfg):
+    """Is the policy, in training mode, the network of the model's own forward, a row at a time? RunError 2 says what
+    differs. Before a checkpoint is loaded, since LoRA's dropout does nothing as long as B = 0. Collective."""
+    rows = random_rows(policy, cfg)
+    own, longest = [policy.plain(row) for row in rows], (rows[-1] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
+    pairs = {"dropout or noise is on in training": (own[0], policy.eval().plain(rows[0]))}
+    pairs["its logits are not head(base model)"] = score(policy.train(), rows[:1]), own[0]
+    what = "a row's length changes its first tokens (RoPE of type dynamic or longrope, or no causal model)"
+    pairs[what] = score(policy, [longest])[: len(own[-1])], own[-1]
+    pairs["rows of a rectangle mix"] = score(policy, rows), torch.cat(own)
+    for what, (a_N, b_N) in pairs.items():
+        value, limit = gap(a_N, b_N, cfg.trainer)
+        require(value <= limit, 2, f"model = {cfg.run.model!r}: {what}: {value:.2g} nats, at most {limit:g}")
+
+
+@torch.no_grad()
+def canary(sender, policy, version, cfg, batch=None):
+    """Every server goes on with the same rows, random ones and prompts of the batch if there is one; the trainer scores
+    what it said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ, judged by
+    the prompts if there are some. Collective."""
+    rows = random_rows(policy, cfg)
+    for i in range(0, len(batch.lens), len(batch.lens) // len(CANARY) or 1) if batch else ():
+        tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
+        rows.append(tokens[: max(1, min(int(mask.int().argmax()), cfg.run.max_seq_len - SAID))].tolist())
     said = sender.say(version, rows) if sender else []
-    rows *= len(cfg.inference.urls)
+    rows, num = rows * len(cfg.inference.urls), len(rows)
     said_BS = torch.tensor([ids for ids, _ in said] or [[0] * SAID] * len(rows), device=policy.device)
     dist.broadcast(said_BS, 0)  # rank 0 alone has heard it
-    texts, masks = [a + b for a, b in zip(rows, said_BS.tolist())], [[0] * len(row) + [1] * SAID for row in rows]
-    columns = {"tokens": torch.tensor(sum(texts, [])), "mask": torch.tensor(sum(masks, [])).bool()}
-    batch = Batch(columns, {}, torch.tensor([len(text) for text in texts]), [], {})
-    logp_N = policy.eval()(collate(batch, list(range(len(rows))), policy.device))[0]
+    texts, firsts = [a + b for a, b in zip(rows, said_BS.tolist())], [len(row) for row in rows]
+    logp_N = score(policy.eval(), texts, firsts)
     policy.train()
     if not sender:
         return {}
-    diff_N = (logp_N.cpu() - torch.tensor([x for _, logps in said for x in logps])).abs()
-    metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
-    value, limit = (metrics["sync/dlogp_max"], 1e-3) if t.dtype == "fp32" else (metrics["sync/dlogp_mean"], 0.05)
-    is_same = value <= (t.max_sync_dlogp or limit)
+    said_N = torch.tensor([x for _, logps in said for x in logps])
+    diff_NS = (logp_N.cpu() - said_N).abs().view(-1, num, SAID)
+    seen_NS = diff_NS[:, len(CANARY) :] if batch else diff_NS
+    metrics = {"sync/dlogp_max": seen_NS.max().item(), "sync/dlogp_mean": seen_NS.mean().item()}
+    metrics["sync/dlogp_random"] = diff_NS[:, : len(CANARY)].mean().item()
+    value, limit = gap(seen_NS, 0, cfg.trainer)
+    is_same = value <= (cfg.trainer.max_sync_dlogp or limit)
     require(is_same, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
     return metrics
 
 
-def publish(sender, policy, version, cfg):
-    """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers."""
+def publish(sender, policy, version, cfg, batch=None):
+    """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers, under the
+    names of the checkpoint: experts one by one, and the prefix that a composite model has there."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     started, is_first = time.perf_counter(), dist.get_rank() == 0
     weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     tensors = {name: w for name, w in weights if is_first}
     if sender:
-        sender.send(version, tensors)
-    metrics = canary(sender, policy, version, cfg)
+        tensors = revert_weight_conversion(policy.model, tensors)
+        sender.send(version, {name: w.contiguous() for name, w in tensors.items()})
+    metrics = canary(sender, policy, version, cfg, batch)
     if sender:
         (tmp := sender.run_dir / "version.tmp").write_text(str(version))
         os.replace(tmp, sender.run_dir / "version")
@@ -709,8 +787,9 @@ def write_final(run_dir, policy, cfg):
     if t.use_lora:
         write_adapter(final, tensors, t._asdict(), cfg.run.model)
     else:
-        policy.model.config.dtype = DTYPES[t.dtype]
         policy.model.save_pretrained(final, state_dict=tensors)
+        policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see
+        policy.model.config.save_pretrained(final)
     AutoTokenizer.from_pretrained(cfg.run.model).save_pretrained(final)
 
 
@@ -745,6 +824,7 @@ def main(argv):
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
     start_distributed(cfg)
     is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
+    check_policy(policy, cfg)
     optimizer, last = make_optimizer(policy, t), min(last, len(files)) if replay else last
     if found := max((run_dir / "checkpoints").glob("step_??????"), default=None):
         step = load_checkpoint(found, policy, optimizer, cfg)
@@ -770,7 +850,7 @@ def main(argv):
         if t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
             torch._foreach_lerp_(policy.ref, [p.detach() for p in trained(policy).values()], t.ref_sync_alpha)
         # 3. The new weights go to the servers, whose rollouts of the next batches go on.
-        metrics |= {} if replay else publish(sender, policy, step, cfg)
+        metrics |= {} if replay else publish(sender, policy, step, cfg, batch)
         if is_first:
             log_step(run_dir, step - 1, metrics | {"time/step_s": time.perf_counter() - started}, logp_T)
         mark = time.perf_counter()

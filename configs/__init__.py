@@ -257,7 +257,8 @@ def for_launch(argv):
     """Prints run_dir, sends_adapters, and every key as an array <table>_<key>; vLLM's args as its flags."""
     cfg, replay = arguments(__doc__, argv)
     require(not replay, 2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
-    words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "inference_flags": []}
+    head = ["--hf-overrides", '{"head_dtype": "float32"}'] * bool(cfg.trainer.head_dtype)
+    words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "inference_flags": head}
     for key, value in cfg.inference.args.items():  # true is --flag, false --no-flag
         flag = f"--{'no-' if value is False else ''}{key.replace('_', '-')}"
         words["inference_flags"] += [flag] if isinstance(value, bool) else [flag, value]

@@ -39,6 +39,8 @@ RENAMED = {
     "ref_model_sync_steps": "trainer.ref_sync_steps",
     "ref_model_mixup_alpha": "trainer.ref_sync_alpha",
     "vllm_server_timeout": "inference.startup_timeout",
+    "vllm_importance_sampling_clip_max": "trainer.importance_high",
+    "vllm_importance_sampling_clip_min": "trainer.importance_low",
 }
 
 # name -> value (as text) -> the keys that it stands for; another value is refused
@@ -58,6 +60,12 @@ VALUES = {
         "cispo": {"trainer.loss": "cispo"},
     },
     "importance_sampling_level": {"token": {}},
+    "vllm_importance_sampling_correction": {"False": {}},
+    "vllm_importance_sampling_mode": {
+        name: {"trainer.importance": f"losses:{name}"}
+        for name in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
+    },
+    "cast_lm_head_to_fp32": {"True": {"trainer.head_dtype": "fp32"}, "False": {}},
     "mask_env_responses": {"True": {}},
     "report_to": {
         "none": {},
@@ -76,6 +84,9 @@ REFUSED = {
     ("loss_type", "grpo"): 'TRL takes a mean per sequence first, which is not here; "dapo" is the mean over all tokens',
     ("loss_type", "bnpo"): 'TRL takes the mean over the tokens of a local batch; "dapo" is that of the whole step',
     ("importance_sampling_level", "sequence"): 'leave it and loss_type out: set trainer.loss = "losses:gspo"',
+    ("vllm_importance_sampling_correction", "True"): 'set vllm_importance_sampling_mode, e.g. "sequence_mask"',
+    "off_policy_mask_threshold": 'set trainer.importance = "losses:off_policy_mask" and trainer.importance_high',
+    "router_aux_loss_coef": "leave it out: there is no auxiliary loss for a router here",
     "mask_ratio_low": 'leave it out: set trainer.loss = "losses:icepop" and trainer.icepop_low',
     "mask_ratio_high": 'leave it out: set trainer.loss = "losses:icepop" and trainer.ratio_cap',
     "per_device_train_batch_size": BY_TOKENS,

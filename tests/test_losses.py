@@ -144,3 +144,81 @@ def test_the_cut_into_rectangles_does_not_matter(name, make_cfg, batches):
         metrics, _ = trainer.train_step(policy, torch.optim.AdamW(policy.parameters()), batch, 0, cfg)
         found.append([metrics[key] for key in ("loss", "optim/grad_norm", "policy/clip_frac")])
     assert found[0] == pytest.approx(found[1], rel=1e-4, abs=1e-6) and found[0][1] > 0
+
+
+# --- importance weights -----------------------------------------------------------------------------------------------
+
+# TRL 1.16.0's GRPOTrainer._compute_loss on the same numbers, with vllm_importance_sampling_mode, or with
+# off_policy_mask_threshold=0.5: the loss, then its gradient on each of seven tokens of two samples.
+WEIGHED = {
+    ("grpo", "sequence_mask", 0): (0.037855798269048786, [0, 0, 0, 0, 0.0156585878, 0, 0.0124412742]),
+    ("grpo", "sequence_truncate", 0): (-1.376769049304905, [-0.3789157433, 0, -0.2539948185, -0.3428571429,
+                                                            0.0156585878, 0, 0.0124412742]),
+    ("grpo", "token_mask", 0): (-0.5053098398956692, [-0.2082421486, 0, -0.0935692289, -0.2810974984, 0.0815339507, 0,
+                                                      0.0144546983]),
+    ("cispo", "token_truncate", 1.1): (0.3966532866369378, [-0.1389357726, -0.1142857143, -0.0931314335, -0.1257142857,
+                                                            0.0815339507, 0.0632016043, 0.0144546983]),
+    ("grpo", "off_policy_mask", 0): (-0.47154161585798465, [-0.1263052478, 0, -0.0846649395, -0.1142857143, 0, 0, 0]),
+    ("dr_grpo", "sequence_mask", 0): (0.02208254899027846, [0, 0, 0, 0, 0.0091341762, 0, 0.0072574099]),
+    ("cispo", "sequence_mask", 0): (-0.08119798926759818, [0, 0, 0, 0, 0.0156585878, 0.0081744996, 0.0124412742]),
+}  # fmt: skip
+SAMPLER = [-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5]
+BEFORE = [0.5, -0.4, 0.1, 0.9, -0.3, 0.15, -1.8]  # pi_old - mu
+SINCE = [0.1, 0.4, -0.3, 0.0, 0.25, -0.4, 0.02]  # pi - pi_old
+
+
+@pytest.mark.parametrize("case", WEIGHED, ids=str)
+def test_weighed_losses_equal_trls(case, make_cfg):
+    loss, weight, high = case
+    cfg = make_cfg(f"trainer.loss={loss}", f"trainer.importance=losses:{weight}", f"trainer.importance_high={high}")
+    sampler, before, since = (torch.tensor(x, dtype=torch.float64) for x in (SAMPLER, BEFORE, SINCE))
+    adv = torch.tensor([0.8] * 4 + [-0.6] * 3, dtype=torch.float64)
+    micro = micro_of(sampler, adv, [0] * 4 + [1] * 3) | {"rollouts": 2, "max_tokens": 6}
+    weighed = named(cfg.trainer.importance, {})(trainer.compute_loss)
+    weighed(micro, sampler + before, None, cfg.trainer)  # the first update, which says what pi_old is
+    logp = (sampler + before + since).requires_grad_()
+    loss_N, logs = weighed(micro, logp, None, cfg.trainer)
+    total = loss_N.sum() / 7
+    total.backward()
+    # TRL's dapo here has epsilon_high = 0.28, as ours; its dr_grpo, too, where ours has 0.2: nothing is between them
+    assert total.item() == pytest.approx(WEIGHED[case][0], abs=1e-9)
+    np.testing.assert_allclose(logp.grad.numpy(), WEIGHED[case][1], atol=1e-9)
+    assert logs["policy/importance"].shape == logp.shape and micro["old_logp_N"] is sampler
+
+
+def test_a_geometric_mean_does_not_depend_on_the_length(make_cfg):
+    """A sample of three tokens, and one of 300 with the same ratio at each: kept alike, where a product drops one."""
+    cfg = make_cfg("trainer.loss=grpo", "trainer.importance=losses:geometric_mask").trainer
+    sample = [0] * 3 + [1] * 300
+    micro = micro_of(torch.zeros(303, dtype=torch.float64), torch.ones(303, dtype=torch.float64), sample)
+
+    def weights(name, ratio):
+        found = {}
+        spy = lambda micro, logp_N, entropy_N, cfg: (logp_N, {})  # noqa: E731
+        found = named(f"losses:{name}", {})(spy)(dict(micro), micro["old_logp_N"] + math.log(ratio), None, cfg)[1]
+        return {w for i, w in zip(sample, found["policy/importance"].tolist()) if i == 0}, \
+            {w for i, w in zip(sample, found["policy/importance"].tolist()) if i == 1}  # fmt: skip
+
+    assert weights("geometric_mask", 1.009) == ({1.0}, {1.0}) and weights("geometric_mask", 0.989) == ({0.0}, {0.0})
+    short, long = weights("sequence_mask", 1.009)
+    assert short.pop() == pytest.approx(1.009**3) and long == {0.0}
+
+
+@pytest.mark.parametrize("loss", ["cispo", "grpo", "dr_grpo", "losses:gspo"])
+@pytest.mark.parametrize("weight", ["sequence_mask", "geometric_mask", "off_policy_mask", "token_truncate"])
+def test_weights_go_with_any_loss_through_the_step(loss, weight, make_cfg, batches):
+    """Cut into rectangles of one row or many, with two updates a batch: the same numbers."""
+    found = []
+    for budget in (1, 64):
+        more = [f"trainer.loss={loss}", f"trainer.importance=losses:{weight}", "trainer.updates_per_batch=2"]
+        cfg = make_cfg(*more, f"trainer.micro_batch_size={budget}")
+        policy = trainer.build_policy(cfg)
+        batch = trainer.load_batch(batches(1) / "step_000000.safetensors")
+        metrics, _ = trainer.train_step(policy, torch.optim.AdamW(policy.parameters(), 1e-3), batch, 0, cfg)
+        found.append([metrics[key] for key in ("loss", "optim/grad_norm", "policy/importance")])
+    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6) and found[0][2] >= 0
+
+
+def test_an_edge_without_a_weight_is_refused(make_cfg):
+    with pytest.raises(trainer.RunError, match="trainer.importance_high = 2.0 must be left out without"):
+        make_cfg("trainer.importance_high=2.0")

@@ -337,49 +337,6 @@ def test_a_head_in_chunks_is_a_full_log_softmax(chunk, make_cfg, tmp_path, monke
     assert_gradients_of(plain, policy, 1e-4)
 
 
-ATTENTION = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-FAMILIES = {
-    "Qwen3": ATTENTION,
-    "Llama": ATTENTION,
-    "Gemma3": ATTENTION | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
-    "Qwen3_5": ATTENTION | {
-        "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16, "linear_value_head_dim": 16,
-    },
-    "Lfm2": ATTENTION | {"layer_types": ["conv", "full_attention"]},
-    "Qwen3Moe": ATTENTION | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_rectangle_is_one_by_one_in_every_family(family, make_cfg, tmp_path):
-    """Attention, a window shorter than the row, linear attention, convolutions, experts, state space."""
-    import transformers
-
-    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    shape = {"vocab_size": 102, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{family}ForCausalLM")(config(**shape, **FAMILIES[family]))
-    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
-    model.save_pretrained(tmp_path / "model")
-
-    cfg, samples = make_cfg(model=tmp_path / "model"), make_samples(10, longest=30)
-    batch, policy, plain = batch_of(tmp_path, samples), trainer.build_policy(cfg), plain_model(cfg)
-    logp_N, expected_N = policy(trainer.collate(batch, list(range(10)), CPU))[0], scored(plain, samples)[0]
-    assert batch.lens.max() > 20
-    torch.testing.assert_close(logp_N, expected_N, atol=1e-5, rtol=1e-5)
-    logp_N.sum().backward()
-    expected_N.sum().backward()
-    assert_gradients_of(plain, policy, 2e-4)
-    for dtype in ("fp32", "bf16"):
-        policy = trainer.build_policy(make_cfg(f"trainer.dtype={dtype}", model=tmp_path / "model"))
-        metrics, before_T = trainer.train_step(policy, adamw(policy), batch, 0, cfg)
-        assert not metrics["optim/skipped"] and metrics["optim/grad_norm"] > 0
-        after_T = gradients(cfg, batch, policy)[2]
-        assert after_T.isfinite().all() and (after_T - before_T).abs().max() > 1e-3
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["full", "lora, recomputed", "bf16"])
 def test_compiled_blocks_have_the_gradients_of_plain_ones(mode, make_cfg, tmp_path):
@@ -447,7 +404,7 @@ def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
     """FSDP2 casts inputs to the compute dtype; 0.6 would become 0.6016 and bias every ratio."""
     seen = []
     policy = trainer.build_policy(make_cfg("trainer.dtype=bf16"))
-    policy.head, head = lambda *x: seen.append(x[2]) or head(*x), policy.head
+    policy.head, head = lambda *x: seen.append(x[3]) or head(*x), policy.head
     policy(trainer.collate(batch_of(tmp_path, [make_samples(1)[0] | {"temperature": 0.6}]), [0], CPU))
     assert seen[0].dtype == torch.float32 and set(seen[0].tolist()) == {torch.tensor(0.6).item()}
 
@@ -595,6 +552,48 @@ def test_bad_batches_are_refused(change, message, tmp_path):
     with pytest.raises(RunError, match=message) as e:
         batch_of(tmp_path, [sample | change])
     assert e.value.code == 4
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"tokens": [5] * 8 + [103]}, "ids from 5 to 103; the vocabulary has 103"), ({"tokens": [-1] * 9}, "ids from -1"),
+    ({"tokens": [], "mask": [], "old_logp": [], "turn": []}, "a sample of 0 tokens"),
+])  # fmt: skip
+def test_tokens_that_the_model_has_not_are_refused(change, message, make_cfg, tmp_path, monkeypatch):
+    sample = {"tokens": [5] * 9, "mask": [0] + [1] * 8, "old_logp": [-1.0] * 9, "turn": [0] * 9, "reward": 1.0}
+    batch = batch_of(tmp_path, [sample, sample | {"reward": 0.0}, sample])
+    last = {k: torch.tensor(v, dtype=batch.columns[k].dtype) for k, v in (sample | change).items() if k != "reward"}
+    columns = {k: torch.cat([x[:18], last[k]]) for k, x in batch.columns.items()}
+    batch = batch._replace(columns=columns, lens=torch.tensor([9, 9, len(last["tokens"])]))
+    with pytest.raises(RunError, match=message) as e:
+        gradients(make_cfg(), batch)
+    assert e.value.code == 4
+
+
+def test_numbers_that_were_wrong_or_infinite(make_cfg, tmp_path):
+    """A file that does not count its rollouts; a group of one; samples that the policy would never draw."""
+    samples = make_samples(8)
+    bare = {k: v for k, v in INFO.items() if k not in ("rollouts", "max_tokens")}
+    save_batch(tmp_path / "a.safetensors", samples, bare)
+    batch = trainer.load_batch(tmp_path / "a.safetensors")
+    assert batch.info["rollouts"] == 8 and batch.info["max_tokens"] == max(len(s["tokens"]) for s in samples)
+    assert math.isfinite(gradients(make_cfg("trainer.loss=dr_grpo"), batch)[0]["loss"])
+    for name in ("std", "leave_one_out"):
+        with pytest.raises(RunError, match=f"trainer.advantage = '{name}': not finite"):
+            gradients(make_cfg(f"trainer.advantage={name}"), batch_of(tmp_path, samples[:1]))
+    strange = [s | {"old_logp": [-200.0 * m for m in s["mask"]]} for s in samples]
+    metrics = gradients(make_cfg(), batch_of(tmp_path, strange))[0]
+    assert all(math.isfinite(v) for v in metrics.values()) and metrics["policy/kl_sampler"] > 1e8
+    masked = [s | {"mask": [0] * len(s["mask"])} for s in samples]
+    assert gradients(make_cfg("trainer.loss=losses:gspo"), batch_of(tmp_path, masked))[0]["loss"] == 0
+
+
+def test_the_gradient_of_the_head_adds_up_in_fp32(make_cfg, tmp_path, monkeypatch):
+    """bf16, a chunk for every 2 tokens or one for all: in bf16 the sum of so many parts would lose what each adds."""
+    batch, found = batch_of(tmp_path, make_samples(24)), []
+    for chunk in (2 * 102, 1 << 26):
+        monkeypatch.setattr(trainer.Policy, "CHUNK", chunk)
+        found.append(gradients(make_cfg("trainer.dtype=bf16", UNCLIPPED), batch)[1]["model.lm_head.weight"])
+    assert (found[0] - found[1]).norm() < 3e-3 * found[1].norm()
 
 
 def test_batches_of_another_step_or_run_and_old_or_damaged_ones_are_refused(make_cfg, tmp_path):
@@ -831,6 +830,11 @@ def test_final_loads_in_transformers_and_peft(model, lora, make_cfg, models, tmp
     policy, _ = trained_once(cfg, batch)
     trainer.write_final(tmp_path, policy, cfg)
     base = AutoModelForCausalLM.from_pretrained(models[model] if lora else tmp_path / "final", dtype="auto")
+    if not lora:
+        trainer.write_final(tmp_path / "half", policy, make_cfg("trainer.dtype=bf16", model=models[model]))
+        half = AutoModelForCausalLM.from_pretrained(tmp_path / "half" / "final", dtype="auto")
+        assert half.dtype == half.config.dtype == torch.bfloat16
+        policy.model.config.dtype = torch.float32
     theirs, untrained = PeftModel.from_pretrained(base, tmp_path / "final") if lora else base, plain_model(cfg)
     assert AutoTokenizer.from_pretrained(tmp_path / "final").chat_template and base.dtype == torch.float32
     with torch.no_grad():

@@ -180,6 +180,8 @@ def main(argv):
     cfg, _ = arguments(__doc__, argv)
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(cfg)
+    with passes("the policy, in training and in rectangles, is the model's own forward, a row at a time"):
+        trainer.check_policy(policy, cfg)
     check_memory(policy, cfg)
     is_first = dist.get_rank() == 0
     sender = trainer.WeightSender(cfg, run_directory(cfg), policy.device) if is_first else None

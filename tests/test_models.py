@@ -1,0 +1,213 @@
+"""Every causal model: random tiny ones of many families against their own forward, one row at a time."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import BASE, ROOT, lines, make_samples
+from safetensors import safe_open
+from test_trainer import CPU, adamw, assert_gradients_of, batch_of, gradients, plain_model, scored
+
+import trainer
+from configs import RunError
+
+WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+GROUPED = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+ATTENTION = GROUPED | {"head_dim": 16}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+SHARED = {"shared_expert_intermediate_size": 32}
+PAD = {"pad_token_id": 0}
+FAMILIES = {  # windows are shorter than the rows; dropout and noise are as their configurations have them, or on
+    "Qwen2": GROUPED, "Qwen3": ATTENTION, "Llama": ATTENTION, "Mistral": ATTENTION | {"sliding_window": 5},
+    "Gemma2": ATTENTION | WINDOW | {"query_pre_attn_scalar": 16}, "Gemma3": ATTENTION | WINDOW,
+    "Phi3": GROUPED | PAD | {"resid_pdrop": 0.1}, "Olmo2": GROUPED | PAD, "SmolLM3": GROUPED | PAD,
+    "Granite": GROUPED | {"logits_scaling": 8.0, "attention_multiplier": 0.1, "embedding_multiplier": 12.0},
+    "Cohere2": ATTENTION | {"sliding_window": 5, "logit_scale": 0.3}, "Exaone4": ATTENTION | WINDOW,
+    "GPT2": {"n_head": 4}, "GPTNeoX": GROUPED | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "OPT": {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Starcoder2": GROUPED | {"residual_dropout": 0.1, "embedding_dropout": 0.1}, "Nemotron": GROUPED,
+    "Falcon": {"num_attention_heads": 4}, "StableLm": GROUPED, "Glm4": ATTENTION | PAD,
+    "Lfm2": ATTENTION | {"layer_types": ["conv", "full_attention"]}, "Qwen3_5": ATTENTION | LINEAR,
+    "Qwen3Next": ATTENTION | LINEAR | EXPERTS | SHARED, "Qwen3_5Moe": ATTENTION | LINEAR | EXPERTS | SHARED,
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16},
+    "FalconH1": ATTENTION | MAMBA | {"mamba_d_ssm": 128}, "Bamba": GROUPED | MAMBA | {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": GROUPED | MAMBA | LOCAL | {
+        "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"],
+    },
+    "Qwen3Moe": ATTENTION | EXPERTS, "Mixtral": GROUPED | LOCAL, "GptOss": ATTENTION | LOCAL | WINDOW,
+    "DeepseekV3": GROUPED | {
+        "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "qk_nope_head_dim": 8, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
+REFUSED = {
+    "Phimoe": (GROUPED | LOCAL, "dropout or noise is on"),  # draws experts in training
+    "HyperCLOVAX": (ATTENTION | {"logits_scaling": 0.1}, "logits are not head"),
+    "ModernBertDecoder": ({"intermediate_size": 96, "num_attention_heads": 4, "sliding_window": 6} | PAD, "not head"),
+    "RecurrentGemma": (ATTENTION | {"lru_width": 64, "attention_window_size": 5}, "logits are not head"),
+    "Llama": (ATTENTION | {"max_position_embeddings": 32, "rope_parameters": ROPE | {"rope_type": "dynamic"}},
+              "a row's length changes"),
+    "Phi3": (GROUPED | PAD | {"max_position_embeddings": 128, "original_max_position_embeddings": 32,
+             "rope_parameters": ROPE | LONG | {"rope_type": "longrope"}}, "a row's length changes"),
+}  # fmt: skip
+
+
+def make_model(family, shape, path):
+    """Two layers of 64, 102 ids, logits with as much contrast as a trained model's; as saved by Transformers."""
+    config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
+    base = {"vocab_size": 102, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    torch.manual_seed(0)
+    model = kind(config(**base | shape))
+    torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
+    model.save_pretrained(path)
+    return path
+
+
+def names_in(path):
+    return {name for file in path.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """sent(policy, cfg) -> what publish would broadcast."""
+
+    class Sender:
+        run_dir = None
+
+        def send(self, version, tensors):
+            self.tensors = tensors
+            raise StopIteration
+
+    def publish(policy, cfg):
+        with pytest.raises(StopIteration):
+            trainer.publish(sender := Sender(), policy, 0, cfg)
+        return sender.tensors
+
+    return publish
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, make_cfg, sent, tmp_path):
+    """In a rectangle and in training mode it is the model alone, it trains, and goes out as its checkpoint has it."""
+    path = make_model(family, FAMILIES[family], tmp_path / "model")
+    cfg, samples = make_cfg(model=path), make_samples(10, longest=30)
+    batch, policy, plain = batch_of(tmp_path, samples), trainer.build_policy(cfg), plain_model(cfg)
+    trainer.check_policy(policy, cfg)
+    logp_N, expected_N = policy(trainer.collate(batch, list(range(10)), CPU))[0], scored(plain, samples)[0]
+    assert batch.lens.max() > 20
+    torch.testing.assert_close(logp_N, expected_N, atol=1e-5, rtol=1e-5)
+    logp_N.sum().backward()
+    expected_N.sum().backward()
+    assert_gradients_of(plain, policy, 2e-4)
+
+    tensors, written = sent(policy, cfg), names_in(path)
+    assert set(tensors) <= written and {n for n in written - set(tensors) if not n.endswith("_bias")} == set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as f:
+            assert all(torch.equal(tensors[name].cpu(), f.get_tensor(name)) for name in set(tensors) & set(f.keys()))
+
+    for dtype in ("fp32", "bf16"):
+        policy = trainer.build_policy(cfg := make_cfg(f"trainer.dtype={dtype}", model=path))
+        trainer.check_policy(policy, cfg)
+        metrics, before_T = trainer.train_step(policy, adamw(policy), batch, 0, cfg)
+        assert not metrics["optim/skipped"] and metrics["optim/grad_norm"] > 0
+        after_T = gradients(cfg, batch, policy)[2]
+        assert after_T.isfinite().all() and (after_T - before_T).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_understood_is_refused(family, make_cfg, tmp_path):
+    shape, message = REFUSED[family]
+    cfg = make_cfg(model=make_model(family, shape, tmp_path / "model"))
+    with pytest.raises(RunError, match=message) as error:
+        trainer.check_policy(trainer.build_policy(cfg), cfg)
+    assert error.value.code == 2
+
+
+# --- the check catches what it is for ---------------------------------------------------------------------------------
+
+
+def with_dropout(policy):
+    for module in policy.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+
+
+def with_a_scaled_head(policy):
+    policy.scale *= 1.1
+
+
+def with_a_leak(policy):
+    """Each row's first hidden state gets the last of the row before it, as of a state that is not reset."""
+    base = policy.model.base_model
+
+    def leak(module, args, kwargs, output):
+        hidden_BWD = output.last_hidden_state
+        output.last_hidden_state = torch.cat([hidden_BWD[:1], hidden_BWD[1:] + 0.1 * hidden_BWD[:-1, -1:]])
+
+    base.register_forward_hook(leak, with_kwargs=True)
+
+
+@pytest.mark.parametrize("mutate, message", [
+    (with_dropout, "dropout or noise is on"), (with_a_scaled_head, "not head"), (with_a_leak, "a rectangle mix"),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_wrong_network_is_refused(mutate, message, dtype, make_cfg, tmp_path):
+    cfg = make_cfg(f"trainer.dtype={dtype}", model=make_model("Llama", FAMILIES["Llama"], tmp_path / "model"))
+    policy = trainer.build_policy(cfg)
+    trainer.check_policy(policy, cfg)
+    mutate(policy)
+    with pytest.raises(RunError, match=message) as error:
+        trainer.check_policy(policy, cfg)
+    assert error.value.code == 2
+
+
+# --- on the real vLLM -------------------------------------------------------------------------------------------------
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
+SERVED = {  # heads of 32 are the smallest that vLLM has on CPU
+    "Llama": HEADS,
+    "Gemma3": HEADS | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "Qwen3Moe": HEADS | EXPERTS,
+    "GptOss": HEADS | LOCAL | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "OPT": {"num_attention_heads": 2, "ffn_dim": 96, "word_embed_proj_dim": 64},
+    "Granite": HEADS | {"logits_scaling": 8.0, "attention_multiplier": 0.1},
+    "Lfm2": HEADS | {"layer_types": ["conv", "full_attention"], "conv_dim": 64},
+    "Phi3": {k: v for k, v in HEADS.items() if k != "head_dim"} | PAD,
+}
+
+
+@pytest.mark.long
+@pytest.mark.real
+@pytest.mark.parametrize("family", SERVED)
+def test_what_vllm_serves(family, models, tmp_path):
+    """Two steps, a third after a resume, each with its canary; final/ is loaded by vLLM and by Transformers."""
+    path = make_model(family, SERVED[family] | {"vocab_size": 103}, tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
+    (tmp_path / "run.toml").write_text(f'output_dir = "{tmp_path}"\n' + BASE.format(model=path))
+    for steps in (2, 3):
+        command = ["bash", "launch.sh", tmp_path / "run.toml", f"max_steps={steps}", "checkpoint.every=2"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    worst = max(m["sync/dlogp_max"] for m in metrics)
+    assert [m["step"] for m in metrics] == [0, 1, 2] and worst < 1e-4 and not any(m["rollout/errors"] for m in metrics)
+    done = subprocess.run([sys.executable, ROOT / "tests" / "final_in_vllm.py", tmp_path / "run" / "final"],
+                          capture_output=True, text=True, env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"})  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    last = float(done.stdout.split()[-1])
+    print(f"{family}: canary {worst:.1e}, final in vLLM {last:.1e}")
+    assert last < 1e-4
