@@ -400,6 +400,8 @@ SIXTEEN_BITS = {
     "lora, staleness 0": [*LORA, "orchestrator.max_staleness=0"],
     "lora, staleness 4": [*LORA, "orchestrator.max_staleness=4"],
     "full, staleness 4": ["orchestrator.max_staleness=4"],
+    "full, fp32 head": ["trainer.head_dtype=fp32"],
+    "lora, fp32 head": [*LORA, "trainer.head_dtype=fp32"],
 }
 
 
