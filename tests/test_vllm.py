@@ -166,7 +166,7 @@ def test_a_worker_that_cannot_load_says_why(connect):
     trainer.publish(sender, policy, 0, cfg)
     rpc = sender.rpc
     sender.rpc = lambda method, specs: rpc(method, [spec | {"fail": True} for spec in specs])
-    with pytest.raises(RunError, match="collective_rpc answered 500.*embed_tokens.weight cannot be loaded"):
+    with pytest.raises(RunError, match="collective_rpc answered 500.*weight cannot be loaded"):
         trainer.publish(sender, policy, 1, cfg)
     assert sender.http.get(f"{sender.urls[0]}/is_paused").json() == {"is_paused": True}
     sender.post_all("/resume")
@@ -411,7 +411,7 @@ def test_whole_runs_in_16_bits(mode, tmp_path):
     evals, metrics = run_of("reverse_text", tmp_path, *BF16, *SIXTEEN_BITS[mode])
     assert [(e["step"], e["n"], e["errors"]) for e in evals] == [(0, 64, 0), (10, 64, 0), (20, 64, 0)]
     assert [m["step"] for m in metrics] == list(range(20)) and not any(m["rollout/errors"] for m in metrics)
-    assert max(m["sync/dlogp_mean"] for m in metrics) < 0.02 and max(m["policy/kl_sampler"] for m in metrics) < 0.1
+    assert max(m["sync/dlogp_mean"] for m in metrics) < 0.02 and max(m["policy/kl_sampler"] for m in metrics) < 0.5
 
 
 @pytest.mark.long

@@ -30,6 +30,7 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "
 
 def make_policy(cfg, shape, device):
     """build_policy with random weights made on the device, instead of a directory of 8 GB."""
+    import torch
     import transformers
 
     import trainer
@@ -40,16 +41,16 @@ def make_policy(cfg, shape, device):
         num_key_value_heads=kv, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
     )  # fmt: skip
 
-    def random_model(path, **more):
+    def random_model(cfg):
+        dtype = trainer.DTYPES[cfg.trainer.dtype] if cfg.trainer.use_lora else torch.float32
         with device:
-            return transformers.AutoModelForCausalLM.from_config(c, **more)
+            return transformers.AutoModelForCausalLM.from_config(c, dtype=dtype)
 
-    kept = transformers.AutoModelForCausalLM.from_pretrained
-    transformers.AutoModelForCausalLM.from_pretrained = random_model
+    kept, trainer.load_model = trainer.load_model, random_model
     try:
         return trainer.build_policy(cfg)
     finally:
-        transformers.AutoModelForCausalLM.from_pretrained = kept
+        trainer.load_model = kept
 
 
 def utilisation(policy, lens, lora, seconds):
