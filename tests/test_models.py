@@ -99,7 +99,10 @@ def sent(monkeypatch):
     return publish
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+PLAIN = "Qwen3 Llama Gemma3 Phi3 GPT2 Granite Lfm2 Qwen3_5 Mamba2 Qwen3Moe GptOss DeepseekV3".split()
+
+
+@pytest.mark.parametrize("family", [f if f in PLAIN else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES])
 def test_every_family(family, make_cfg, sent, tmp_path):
     """In a rectangle and in training mode it is the model alone, it trains, and goes out as its checkpoint has it."""
     path = make_model(family, FAMILIES[family], tmp_path / "model")
