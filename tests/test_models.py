@@ -131,6 +131,49 @@ def test_every_family(family, make_cfg, sent, tmp_path):
         assert after_T.isfinite().all() and (after_T - before_T).abs().max() > 1e-3
 
 
+COMPOSITE = {  # with a tower for images, which is neither trained nor wanted
+    "Qwen3_5": (LINEAR, {"depth": 1, "num_heads": 2, "out_hidden_size": 64}),
+    "Gemma3": (WINDOW, {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}),
+}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("family", COMPOSITE)
+def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
+    """What AutoModelForCausalLM loads of them trains, and goes out under the names that the server's copy has."""
+    text, images = COMPOSITE[family]
+    base = {"vocab_size": 102, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=base | ATTENTION | text, vision_config={"hidden_size": 32, "intermediate_size": 48} | images,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    whole = getattr(transformers, f"{family}ForConditionalGeneration")(config)
+    torch.nn.init.normal_(whole.get_output_embeddings().weight, std=0.5)
+    whole.save_pretrained(path := tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
+    cfg = make_cfg(f"trainer.use_lora={str(lora).lower()}", model=path)
+    batch, policy = batch_of(tmp_path, make_samples(10, longest=30)), trainer.build_policy(cfg)
+    trainer.check_policy(policy, cfg)
+    assert not any("vision" in name or "visual" in name for name in trainer.trained(policy))
+    before = {name: w.clone() for name, w in sent(policy, cfg).items()}
+    metrics, _ = trainer.train_step(policy, adamw(policy, 1e-2), batch, 0, cfg)
+    assert metrics["optim/grad_norm"] > 0 and all(p.grad is None for p in policy.parameters())
+
+    tensors, written = sent(policy, cfg), {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as f:
+            written |= {name: f.get_tensor(name) for name in f.keys()}
+    assert set(tensors) <= set(written) and all(torch.equal(w, written[name]) for name, w in before.items())
+    moved = {name for name, w in tensors.items() if not torch.equal(w, before[name])}
+    assert moved and not any("vision" in name or "visual" in name for name in moved)
+    if not lora:
+        trainer.write_final(tmp_path, policy, cfg)
+        again = trainer.build_policy(make_cfg(model=tmp_path / "final"))
+        micro = trainer.collate(batch, list(range(10)), CPU)
+        torch.testing.assert_close(again(micro)[0], policy(micro)[0], atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_not_understood_is_refused(family, make_cfg, tmp_path):
     shape, message = REFUSED[family]
