@@ -1,5 +1,6 @@
 """Every causal model: random tiny ones of many families against their own forward, one row at a time."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import BASE, ROOT, lines, make_samples
+from conftest import BASE, ROOT, VLLM, lines, make_samples
 from safetensors import safe_open
 from test_trainer import CPU, adamw, assert_gradients_of, batch_of, gradients, plain_model, scored
 
@@ -257,3 +258,57 @@ def test_what_vllm_serves(family, models, tmp_path):
     last = float(done.stdout.split()[-1])
     print(f"{family}: canary {worst:.1e}, final in vLLM {last:.1e}")
     assert last < 1e-4
+
+
+SCALES = (1.001, 1.003, 1.01, 1.03, 1.1, 1.3, 2.0)
+EXPERT = "model.layers.0.mlp.experts.1."
+
+
+@pytest.mark.long
+@pytest.mark.real
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch):
+    """A table: |dlogp| where what arrives is not what was meant, in a mixture of experts on the real vLLM."""
+    path = make_model("Qwen3Moe", SERVED["Qwen3Moe"] | {"vocab_size": 103}, tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
+    monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
+    kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
+    server = VLLM(path, tmp_path / "log", dtype=kind, receiver="trainer.WeightReceiver")
+    try:
+        more = [f'inference.urls=["{server.wait().url}"]', "max_seq_len=256", f"trainer.dtype={dtype}"]
+        cfg = make_cfg(*more, "trainer.max_sync_dlogp=1e9", model=path)
+        policy = trainer.build_policy(cfg)
+        sender, honest, version = trainer.WeightSender(cfg, tmp_path, CPU), trainer.stream, itertools.count()
+        trainer.publish(sender, policy, next(version), cfg)
+        torch.manual_seed(0)
+        old = {name: w.clone() for name, w in trainer.sampler_weights(policy.model, trainer.DTYPES[dtype], False)}
+        with torch.no_grad():
+            for p in trainer.trained(policy).values():
+                p.add_(0.05 * torch.randn_like(p))
+        old = transformers.core_model_loading.revert_weight_conversion(policy.model, old)
+
+        def gap(change):
+            changed = lambda group, device, spec, tensors: honest(group, device, spec, tensors | change(tensors))  # noqa: E731
+            monkeypatch.setattr(trainer, "stream", changed)
+            metrics = trainer.publish(sender, policy, next(version), cfg)
+            return metrics["sync/dlogp_max" if dtype == "fp32" else "sync/dlogp_mean"]
+
+        def scaled(name, scale):
+            return lambda tensors: {name: tensors[name] * scale}
+
+        gate, up = (f"{EXPERT}{x}_proj.weight" for x in ("gate", "up"))
+        stale = [name for name in old if name.startswith(EXPERT)]
+        rows = {
+            "as meant": gap(lambda tensors: {}),
+            "a stale expert": gap(lambda tensors: {name: old[name] for name in stale}),
+            "gate and up of an expert swapped": gap(lambda tensors: {gate: tensors[up], up: tensors[gate]}),
+        }
+        for name in ("lm_head.weight", "model.layers.1.self_attn.v_proj.weight", f"{EXPERT}down_proj.weight"):
+            rows |= {f"{name} x {scale}": gap(scaled(name, scale)) for scale in SCALES}
+    finally:
+        server.stop()
+    limit = {"fp32": 1e-3, "bf16": 0.05}[dtype]
+    for what, value in rows.items():
+        print(f"{dtype} | {what} | {value:.2g} | {'caught' if value > limit else '-'}")
+    assert rows["as meant"] < limit / 3 and rows["lm_head.weight x 2.0"] > limit
+    assert dtype == "bf16" or min(rows["a stale expert"], rows["gate and up of an expert swapped"]) > limit
