@@ -288,7 +288,9 @@ def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch)
         old = transformers.core_model_loading.revert_weight_conversion(policy.model, old)
 
         def gap(change):
-            changed = lambda group, device, spec, tensors: honest(group, device, spec, tensors | change(tensors))  # noqa: E731
+            def changed(group, device, spec, tensors):
+                return honest(group, device, spec, tensors | change(tensors))
+
             monkeypatch.setattr(trainer, "stream", changed)
             metrics = trainer.publish(sender, policy, next(version), cfg)
             return metrics["sync/dlogp_max" if dtype == "fp32" else "sync/dlogp_mean"]
