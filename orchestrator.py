@@ -40,18 +40,15 @@ class ServerError(Exception):
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version. aiohttp, since openai's client takes longer than all else
-    that the orchestrator does for a rollout."""
+    """vLLM behind its OpenAI endpoint, and the live version; made in an event loop. aiohttp, since openai's client
+    takes longer than all else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
         self.cfg, self.urls, self.version = cfg, list(cfg.inference.urls), -1
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)  # the name under which the servers serve
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
-
-    @functools.cached_property
-    def session(self):  # belongs to the event loop
-        limit = aiohttp.ClientTimeout(self.cfg.orchestrator.generation_timeout)
-        return aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0))
+        limit = aiohttp.ClientTimeout(cfg.orchestrator.generation_timeout)
+        self.session = aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0))
 
     async def follow(self, path):
         """Keeps self.version at what the trainer declared live."""
@@ -234,7 +231,7 @@ async def run_group(env, row, n, ask, step, cfg):
 
 class Order:
     """HACK HERE: which row of an environment comes next. The base order is a function of (seed, index): every row once
-    per epoch; is_wanted may skip an index. ledger: {"next": index, "open": issued but not committed, "extra": {}}."""
+    per epoch. ledger: {"next": index, "open": issued but not committed, "extra": {}}."""
 
     def __init__(self, rows, cfg, ledger=None):
         self.rows, self.cfg, ledger = rows, cfg, ledger or {"next": 0, "open": [], "extra": {}}
@@ -253,19 +250,14 @@ class Order:
         epoch, i = divmod(index, len(self.rows))
         return self.epoch(epoch)[i]
 
-    def is_wanted(self, index, row, step):
-        return True
-
     def take(self, step):
         """-> index, row number. Indices that a killed run had open come first."""
         if self.again:
-            return (index := self.again.pop(0)), self.row(index)
-        for index in range(self.next, self.next + 2 * len(self.rows) + 1000):
-            if self.is_wanted(index, self.row(index), step):
-                self.next = index + 1
-                self.open.add(index)
-                return index, self.row(index)
-        raise RunError(4, f"no row is left at step {step}: {type(self).__name__} wants none of them")
+            index = self.again.pop(0)
+        else:
+            index, self.next = self.next, self.next + 1
+            self.open.add(index)
+        return index, self.row(index)
 
     def settle(self, group):
         """A group is in a committed batch."""
@@ -425,8 +417,8 @@ def rollout_metrics(groups, samples=()):
     metrics |= {f"reward/{name}": value for name, value in function_means(rollouts).items()}
     metrics["rollout/distinct"] = mean(len(set(a)) / len(a) for a in answers if a)  # share; 1 / G is collapse
     metrics |= {"rollout/tokens": mean(map(num_sampled, rollouts)), "rollout/errors": errors.total()}
-    for name in ("truncated", "num_turns"):
-        metrics[f"rollout/{name.removeprefix('num_')}"] = mean(getattr(r, name) for r in rollouts)
+    metrics["rollout/truncated"] = mean(r.truncated for r in rollouts)
+    metrics["rollout/turns"] = mean(r.num_turns for r in rollouts)
     metrics["rollout/forks"] = sum(max(len(r.samples) - 1, 0) for r in rollouts)
     metrics |= {f"error/{name}": num for name, num in errors.items()}
     metrics |= {f"group/{name}": reasons[name] for name in ("kept", "flat", "failed", "long", "empty")}

@@ -39,6 +39,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load, save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -602,9 +603,12 @@ class WeightReceiver:
         except Exception:
             deque(weights, 0)  # the sender is not to wait for who listens no more
             raise
-        head = getattr(self.model_runner.model, "lm_head", None)
-        if self.device.type == "cpu" and head is not None:  # vLLM 0.32 leaves a tied head's packed copy stale
-            head.quant_method.process_weights_after_loading(head)
+        for module in self.model_runner.model.modules() if self.device.type == "cpu" else ():
+            method = getattr(module, "quant_method", None)  # vLLM 0.32 does not pack again what it packs for a CPU:
+            if getattr(method, "moe_kernel", None):  # experts,
+                method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            elif module is getattr(self.model_runner.model, "lm_head", None):  # and a tied head
+                method.process_weights_after_loading(module)
 
 
 def score(policy, rows, firsts=(1, 1, 1, 1)):
@@ -646,15 +650,14 @@ def check_policy(policy, cfg):
 
 @torch.no_grad()
 def canary(sender, policy, version, cfg, batch=None):
-    """Every server goes on with the same rows, random ones and prompts of the batch if there is one; the trainer scores
-    what it said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ, judged by
-    the prompts if there are some. Collective."""
-    rows = random_rows(policy, cfg)
+    """Every server goes on with the same rows: prompts of the batch, or random ones before there is one. The trainer
+    scores what it said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
+    Collective."""
+    rows = [] if batch else random_rows(policy, cfg)
     for i in range(0, len(batch.lens), len(batch.lens) // len(CANARY) or 1) if batch else ():
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
         rows.append(tokens[: max(1, min(int(mask.int().argmax()), cfg.run.max_seq_len - SAID))].tolist())
-    said = sender.say(version, rows) if sender else []
-    rows, num = rows * len(cfg.inference.urls), len(rows)
+    said, rows = sender.say(version, rows) if sender else [], rows * len(cfg.inference.urls)
     said_BS = torch.tensor([ids for ids, _ in said] or [[0] * SAID] * len(rows), device=policy.device)
     dist.broadcast(said_BS, 0)  # rank 0 alone has heard it
     texts, firsts = [a + b for a, b in zip(rows, said_BS.tolist())], [len(row) for row in rows]
@@ -662,12 +665,9 @@ def canary(sender, policy, version, cfg, batch=None):
     policy.train()
     if not sender:
         return {}
-    said_N = torch.tensor([x for _, logps in said for x in logps])
-    diff_NS = (logp_N.cpu() - said_N).abs().view(-1, num, SAID)
-    seen_NS = diff_NS[:, len(CANARY) :] if batch else diff_NS
-    metrics = {"sync/dlogp_max": seen_NS.max().item(), "sync/dlogp_mean": seen_NS.mean().item()}
-    metrics["sync/dlogp_random"] = diff_NS[:, : len(CANARY)].mean().item()
-    value, limit = gap(seen_NS, 0, cfg.trainer)
+    said_N = torch.tensor([x for _, logps in said for x in logps], device=policy.device)
+    diff_N, (value, limit) = (logp_N - said_N).abs(), gap(logp_N, said_N, cfg.trainer)
+    metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
     is_same = value <= (cfg.trainer.max_sync_dlogp or limit)
     require(is_same, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
     return metrics
@@ -752,11 +752,7 @@ def load_checkpoint(path, policy, optimizer, cfg):
         then = "then the one before it is resumed from, or the run begins anew"
         raise RunError(6, f"{path / wrong[0]} is damaged: it is not what was written. Remove {path}, {then}")
     refuse_other(state["run"], cfg, path)
-    optimizer.param_groups[0]["lr"] = 0.0  # a step that changes nothing makes the tensors to load into
-    for p in trained(policy).values():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    optimizer.zero_grad()
+    get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
     policy.extra |= state["extra"]
     reader = dcp.HuggingFaceStorageReader(str(path))
     for name, about in reader.read_metadata().state_dict_metadata.items():

@@ -1,8 +1,8 @@
 """Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum" or "orders:Difficulty"; and
 `ahead`, which orchestrator.oversampling_factor > 1 takes to fill a batch.
 
-An order may skip an index of the shuffle, nothing else, so a run that is resumed takes the same rows. What it knows of
-rows goes into self.extra, which every batch carries to the next start."""
+An order may skip an index of the shuffle, nothing else, so a run that is resumed takes the same rows: write is_wanted
+in a subclass of Picky. What it knows of rows goes into self.extra, which every batch carries to the next start."""
 
 import asyncio
 import itertools
@@ -13,7 +13,24 @@ from configs import RunError
 from orchestrator import Order
 
 
-class Curriculum(Order):
+class Picky(Order):
+    """The shuffle without the indices that is_wanted refuses. RunError 4 where it refuses two epochs of them."""
+
+    def is_wanted(self, index, row, step):
+        raise NotImplementedError
+
+    def take(self, step):
+        if self.again:  # of a killed run, for which they were wanted
+            return super().take(step)
+        for _ in range(2 * len(self.rows) + 1000):
+            index, row = super().take(step)
+            if self.is_wanted(index, row, step):
+                return index, row
+            self.open.discard(index)
+        raise RunError(4, f"no row is left at step {step}: {type(self).__name__} wants none of them")
+
+
+class Curriculum(Picky):
     """orchestrator.curriculum = { easy = [0, 100], hard = [50, 500] }: rows of a difficulty are taken from its first
     step on and no longer from its second; a difficulty that it does not name is always taken. A row whose last
     orchestrator.retire_after groups were all flat is not taken again."""

@@ -49,7 +49,7 @@ class Runner:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-        self.tokenizer, self.model, self.num_syncs = AutoTokenizer.from_pretrained(path), SimpleNamespace(), 0
+        self.tokenizer, self.model, self.num_syncs = AutoTokenizer.from_pretrained(path), torch.nn.Module(), 0
         self.adapters = {}  # name: the seed of its samples, its layers' scale and tensors
         if template:
             self.tokenizer.chat_template = Path(template).read_text()

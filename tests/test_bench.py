@@ -27,6 +27,7 @@ def bench(part, *args):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_gpu_rows_run_at_toy_size():
     rows = bench("gpu", "--toy")
     assert [r["unit"] for r in rows] == ["tokens/s", "GiB"] * 4  # the memory is CUDA's, 0 here
@@ -34,6 +35,7 @@ def test_the_gpu_rows_run_at_toy_size():
     assert bench("gpu") == []  # here: not measured, and said so
 
 
+@pytest.mark.long
 def test_the_head_keeps_no_logits():
     """Memory of forward and backward does not grow with the number of tokens; the entropy is not used, as in losses."""
     chunk = 1 << 24  # 64 MiB in fp32, of which there are six at a time; all logits at once would be 512, twice

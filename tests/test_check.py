@@ -82,6 +82,7 @@ def test_check_says_that_a_broadcast_does_not_arrive(discard, beside_a_server, c
         assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
 
 
+@pytest.mark.long
 @pytest.mark.real
 def test_check_of_adapters_in_16_bits(tmp_path):
     """What GPU recipes have by default, on the real vLLM."""

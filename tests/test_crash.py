@@ -297,7 +297,7 @@ HANGS |= {p: (f"{p}:19", ONE_TURN, "orchestrator" if p[0] in "bg" and "wd@" not 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [*list(HANGS)[:3], *some(list(HANGS)[3:], 0)])
+@pytest.mark.parametrize("who", ["a rank", *some(list(HANGS)[1:], 0)])
 def test_the_watchdog_ends_what_hangs_with_all_stacks(who, models, tmp_path):
     fault, env, log, stack = HANGS[who]
     ranks = ONE if who in ("a server", "the event loop") else ()
@@ -433,7 +433,7 @@ def test_mistakes_are_found_before_a_server_starts(mistake, models, tmp_path):
     last = run.end(code)
     seconds = time.monotonic() - began
     print(f"{mistake}: {seconds:.1f} s: {last}")
-    assert seconds < 20 and re.search(cause, last), last
+    assert seconds < 60 and re.search(cause, last), last
     assert not list(tmp_path.rglob("inference.log")) and len(run.text().splitlines()) <= 33
     run.assert_clean()
 

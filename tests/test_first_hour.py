@@ -214,6 +214,7 @@ def test_the_readme_quotes_what_is_printed():
 # --- more machines ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_nodes_and_two_servers(models, tmp_path):
     """Two torchrun agents, as on two machines, of which launch.sh starts one; two servers that it did not start."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from aiohttp import web
 from conftest import all_batches, free_port, lines
+from orders import Picky
 
 import orchestrator
 import trainer
@@ -121,15 +122,20 @@ def test_what_is_asked_again(make_cfg):
 
 def test_an_evaluation_asks_for_its_adapter_while_it_is_loaded(make_cfg):
     """Of version 4 with S = 1 the trainer keeps adapters 3 and 4 (and 2, until all know of 4)."""
-    client, asked = Client(make_cfg("trainer.dtype=bf16", "trainer.use_lora=true", "orchestrator.max_staleness=1")), []
+    cfg, asked = make_cfg("trainer.dtype=bf16", "trainer.use_lora=true", "orchestrator.max_staleness=1"), []
 
     async def post(server, path, body):
         asked.append(body["model"])
         return {"choices": []}
 
-    client.post, client.version = post, 4
-    for version in (None, 4, 3, 2, 0):
-        asyncio.run(orchestrator.sample(client, 0, "text", 1, version=version))
+    async def go():
+        client = Client(cfg)
+        client.post, client.version = post, 4
+        for version in (None, 4, 3, 2, 0):
+            await orchestrator.sample(client, 0, "text", 1, version=version)
+        await client.session.close()
+
+    asyncio.run(go())
     assert asked == [f"test-v{n}" for n in (4, 4, 3, 3, 3)]
 
 
@@ -365,12 +371,12 @@ def test_a_mix_is_trained_at_its_ratio(run, other):
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
-class NoRows(Order):
+class NoRows(Picky):
     def is_wanted(self, index, row, step):
         return False
 
 
-class EvenRows(Order):
+class EvenRows(Picky):
     """Rows of even numbers alone; counts what it settles."""
 
     def is_wanted(self, index, row, step):
@@ -545,6 +551,7 @@ def test_overlap(launched):
 @pytest.mark.parametrize(
     "how", ["full", pytest.param("adapters", marks=pytest.mark.long)]
 )  # test_vllm.py has them, too
+@pytest.mark.long
 def test_a_whole_run_in_16_bits(how, launched):
     """Every version within the canary's limit, rollouts up to two versions old; adapters go on from a checkpoint."""
     overrides = ("trainer.dtype=bf16", f"trainer.use_lora={str(how == 'adapters').lower()}", "checkpoint.every=2")
@@ -559,6 +566,7 @@ def test_a_whole_run_in_16_bits(how, launched):
     assert (run_dir / "final" / f"{name}.safetensors").is_file() and not (run_dir / "adapters").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_servers_that_run_elsewhere(launched, fake_servers):
     """inference.urls: launch.sh starts no server; the run is called what the server is called."""

@@ -31,16 +31,9 @@ def test_the_core_alone_trains(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     launch = ["bash", "launch.sh", "configs/reverse_text.toml", "orchestrator.batch_size=64", "eval.num_examples=64"]
 
-    # 1. Three steps in bf16: adapters, trained on two ranks. The model is made on the way.
-    run(
-        tmp_path,
-        *launch,
-        "run_name=lora",
-        "max_steps=3",
-        "trainer.dtype=bf16",
-        "trainer.use_lora=true",
-        "trainer.gpus=2",
-    )
+    # 1. Three steps in bf16, evaluated: adapters, trained on two ranks. The model is made on the way.
+    bf16 = ["trainer.dtype=bf16", "trainer.use_lora=true", "trainer.gpus=2", "eval.every=2"]
+    run(tmp_path, *launch, "run_name=lora", "max_steps=3", *bf16)
     metrics = lines(tmp_path / "outputs" / "lora" / "metrics.jsonl")
     assert len(metrics) == 3 and max(m["sync/dlogp_mean"] for m in metrics) < 0.02
     assert (tmp_path / "outputs" / "lora" / "final" / "adapter_model.safetensors").exists()

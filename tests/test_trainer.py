@@ -880,7 +880,7 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
     arrived, worker = {}, trainer.WeightReceiver()
     worker.rank, worker.device = 0, CPU
     worker.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16), lora_config=None)
-    worker.model_runner = SimpleNamespace(model=None)
+    worker.model_runner = SimpleNamespace(model=torch.nn.Module())
     worker.reload_weights = lambda weights_iterator: arrived.update((k, w.clone()) for k, w in weights_iterator)
 
     def post(sender, url, path, body=None):

@@ -405,7 +405,8 @@ SIXTEEN_BITS = {
 }
 
 
-@pytest.mark.parametrize("mode", [m if m == "lora" else pytest.param(m, marks=pytest.mark.long) for m in SIXTEEN_BITS])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", SIXTEEN_BITS)
 def test_whole_runs_in_16_bits(mode, tmp_path):
     """Adapters by name, or weights in bf16: with evaluations on the way, and the canary within its limit."""
     evals, metrics = run_of("reverse_text", tmp_path, *BF16, *SIXTEEN_BITS[mode])
