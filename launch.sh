@@ -153,7 +153,7 @@ fi
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null || export HF_HUB_OFFLINE=1
 start orchestrator env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrator.py "${GIVEN[@]}" "${EXTRA[@]}"
 tail --pid=$$ -q -n 0 -F "$LOGS"/{trainer,orchestrator,watch}.log 2>/dev/null 3>&- 8>&- 9>&- |
-    sed -unE '/^(step|eval|batch|rollout|check:|warning:|time:)/p' 3>&- 8>&- 9>&- & CONSOLE=$!
+    sed -unE '/^(step|eval|batch|rollout|(run|check|warning|time|result):)/p' 3>&- 8>&- 9>&- & CONSOLE=$!
 
 # --- watch: any end before the run is done is a failure, whatever the exit code; so is a stand-still ------------------
 while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do

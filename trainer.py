@@ -796,7 +796,7 @@ def log_step(run_dir, step, metrics, logp_T):
     with open(run_dir / "metrics.jsonl", "a") as f:
         f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
-    shown |= {name: f"time/{name}" for name in ("step_s", "wait_batch_s", "train_s", "sync_s")}
+    shown["seconds"] = "time/step_s"
     text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
     print(" | ".join([f"step {step:5d}", *text]), flush=True)
 

@@ -226,7 +226,7 @@ def run_role(role, main):
         code = code if code in (2, 4, 5, 6) else 3  # other people's errors have codes, too
         tell_launcher(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
         with suppress(OSError):  # the disk may be full, which must not change the code
-            if not isinstance(e, RunError):
+            if not (isinstance(e, RunError) or is_storage):
                 sys.__excepthook__(type(e), e, e.__traceback__)
             print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
     os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process

@@ -58,6 +58,12 @@ def icepop(micro, logp_N, entropy_N, cfg):
     return loss_N, {"policy/clip_frac": out_N}
 
 
+def permuted(rewards_G, group):
+    """trainer.advantage = "losses:permuted", for a control run: each group's rewards go to the wrong rollouts, so what
+    is learned is not by them."""
+    return (rewards_G - rewards_G.mean())[torch.randperm(len(rewards_G))]
+
+
 # --- importance weights: trainer.importance ---------------------------------------------------------------------------
 #
 # pi / mu, of the policy and of the sampler, is pi / pi_old times pi_old / mu, where pi_old is the policy before the

@@ -16,6 +16,7 @@ from tools import check
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_check_passes_on_two_ranks_and_leaves_the_run_untouched(models, tmp_path):
     toml = write_run(tmp_path, models["untied"], 5, '{ kind = "turns", num_turns = 2 }')
     done = launch(toml, "--check", "trainer.gpus=2", FAKE='{"stop": true}')

@@ -449,6 +449,7 @@ def assert_loads(path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, tmp_path):
     """On a real file system of a few MB: three checkpoints do not fit."""
     small = tmp_path / "run"
@@ -560,6 +561,7 @@ def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undist
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_directory_belongs_to_one_run(models, undisturbed, tmp_path):
     run_dir = finished(tmp_path, undisturbed)
     other = Run(tmp_path, models["untied"], *OVERRIDES, "seed=5")

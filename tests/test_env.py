@@ -341,7 +341,7 @@ def test_env_needs_no_torch_and_no_side_effects():
 def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch):
     """A researcher's environment in at most 25 lines, as the README has it, against a server."""
     readme = (ROOT / "README.md").read_text()
-    code = readme.split("## Environments")[1].split("```python\n")[1].split("```")[0]
+    code = readme.split("```python\n")[1].split("```")[0]
     assert len(code.splitlines()) <= 25 and "def load_environment" in code
     (tmp_path / "higher_lower.py").write_text(code)
     env = load_environment("higher_lower", {"num": 60, "max_turns": 3}, tmp_path)

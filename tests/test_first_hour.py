@@ -20,16 +20,18 @@ from safetensors.torch import load_file
 from configs import load_config
 from tools.show import eval_statistics
 
+FOLDERS = ("configs", "tools", "tests")
 README = (ROOT / "README.md").read_text()
+READMES = {name: (ROOT / name).read_text() for name in ("README.md", *(f"{d}/README.md" for d in FOLDERS))}
 
 
-def blocks(kind):
-    return re.findall(rf"```{kind}\n(.*?)```", README, re.DOTALL)
+def blocks(kind, text=README):
+    return re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
 
 
-def commands():
-    """Every line of the README's shell blocks, with its continuations, without its comment."""
-    joined = "\n".join(blocks("bash")).replace("\\\n", " ")
+def commands(text=README):
+    """Every line of a README's shell blocks, with its continuations, without its comment."""
+    joined = "\n".join(blocks("bash", text)).replace("\\\n", " ")
     return [shlex.join(parts) for line in joined.splitlines() if (parts := shlex.split(line, comments=True))]
 
 
@@ -48,7 +50,9 @@ def copy_of_the_repository(to):
 
 def test_the_readmes_five_changes_apply_and_run(models, tmp_path):
     """Each by itself, as the README says; then a run with all of them, of which each left a trace."""
-    diffs, root = blocks("diff"), copy_of_the_repository(tmp_path / "copy")
+    diffs, root = [], copy_of_the_repository(tmp_path / "copy")
+    for text in READMES.values():
+        diffs += blocks("diff", text)
     added = [
         [row for row in diff.splitlines() if row.startswith("+") and row[1:].strip() and row[:3] != "+++"]
         for diff in diffs
@@ -89,17 +93,33 @@ def test_the_readmes_five_changes_apply_and_run(models, tmp_path):
     assert asked and all("seed" in body and body["presence_penalty"] == 0 for body in asked)
 
 
-def test_the_readmes_commands_name_what_is_there():
-    for command in commands():
+@pytest.mark.parametrize("name", READMES)
+def test_the_readmes_commands_name_what_is_there(name):
+    text = READMES[name]
+    for command in commands(text):
         words = [w for w in shlex.split(command) if "=" not in w.split("/")[0] or w.startswith("--")]
         for word in words:
             if re.fullmatch(r"[\w/.-]+\.(py|sh|toml)", word) and word not in ("config.toml", "out.jsonl"):
                 assert (ROOT / word).exists(), command
     known = (ROOT / "configs" / "defaults.toml").read_text()
     code = (ROOT / "trainer.py").read_text() + (ROOT / "orchestrator.py").read_text()
-    for table, key in re.findall(r"(trainer|orchestrator|inference|eval|checkpoint)\.([a-z]\w*)", README):
+    for table, key in re.findall(r"(trainer|orchestrator|inference|eval|checkpoint)\.([a-z]\w*)", text):
         is_file = key in ("py", "log", "sampling", "args", "jsonl")
         assert is_file or f"\ndef {key}(" in code or re.search(rf"^{key} = ", known, re.MULTILINE), f"{table}.{key}"
+
+
+@pytest.mark.parametrize("name", READMES)
+def test_the_readmes_links_lead_somewhere(name):
+    """A link whose text is code leads to the file that defines it."""
+    for text, target in re.findall(r"\[([^]]*)\]\(([^)#]+)\)", READMES[name]):
+        path = (ROOT / name).parent / target
+        assert path.is_file(), f"{name}: {target}"
+        if (found := re.fullmatch(r"`(?:\w+\.)?(\w+)`", text)) and path.suffix == ".py":
+            assert re.search(rf"^ *(?:async )?(?:def|class) {found[1]}\b", path.read_text(), re.MULTILINE), text
+
+
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 220 and len(README.split()) <= 2200
 
 
 @pytest.mark.long
@@ -172,6 +192,10 @@ def test_the_console(small_run):
         re.findall(r"^rollout of step (\d+): ", shown, re.MULTILINE) == ["0", "2"] and "rollout | assistant:" in shown
     )
     assert re.findall(r"^step +(\d+) \| reward", shown, re.MULTILINE) == ["0", "1", "2", "3"]
+    assert max(len(row) for row in shown.splitlines() if row.startswith("step ")) <= 100
+    assert shown.index("run: ") < shown.index("check: ") and f"files in {run}" in shown
+    assert re.search(r"^result: think_env: reward [\d.]+, gain [+-][\d.]+ \+- [\d.]+ in 4 steps$", shown, re.MULTILINE)
+    assert f"result: vllm serve {run}/final" in shown and f"evaluate.py {run}/config.toml --eval" in shown
     assert "check: " in shown and "eval " in shown and "gain" in shown
     assert shown.index("time: the trainer trained") < shown.index("[launch] done in")
     assert "warning:" not in shown
@@ -206,7 +230,9 @@ def test_the_readme_quotes_what_is_printed():
     source = " ".join(
         (ROOT / name).read_text() for name in ("tools/check.py", "tools/watch.py", "trainer.py", "launch.sh")
     )
-    for quoted in re.findall(r"^\| `(?:check: FAIL|warning:|exit=5)(.*?)`", README, re.MULTILINE):
+    table = re.findall(r"^\| `(?:check: FAIL|warning:|exit=5)(.*?)`", READMES["tools/README.md"], re.MULTILINE)
+    assert len(table) == 5
+    for quoted in table:
         for part in re.split(r"\.\.\.|;", quoted.replace("\\|", "|")):
             assert part.strip() in source, part
 

@@ -539,6 +539,7 @@ def slow_cispo(micro, logp_N, entropy_N, cfg):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_overlap(launched):
     """Generate and train take a second each; a step takes less than three quarters of their sum."""
     slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
@@ -585,6 +586,7 @@ def test_a_server_of_another_run_is_refused(make_cfg, fake_servers, tmp_path, mo
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_user_code_that_never_returns_does_not_keep_the_run(launched):
     """One reward in five sleeps for ever in its thread: its rollouts time out, and the run ends when it is done."""
     started = time.monotonic()

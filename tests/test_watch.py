@@ -317,9 +317,11 @@ def test_curves_of_runs_and_replays(tmp_path):
     empty.mkdir()
     append(other / "metrics.jsonl", [step_line(i, **{"reward/mean": None, "time/sync_s": None}) for i in range(4)])
     for runs in ([run], [run, other], [other, run], [other], [empty]):
-        DRAW(runs, tmp_path / "out.png")
-        pixels = matplotlib.image.imread(tmp_path / "out.png")[..., :3]
-        assert np.ptp(pixels, axis=-1).max() < 0.02 and pixels.std() > 0.01  # grey, and not blank
+        for only_evaluation in (False, True):
+            DRAW(runs, tmp_path / "out.png", only_evaluation)
+            pixels = matplotlib.image.imread(tmp_path / "out.png")[..., :3]
+            assert pixels.std() > 0.01  # not blank
+    assert len({(str(s["linestyle"]), s["marker"]) for s in plot.STYLES}) == len(plot.STYLES)  # without colour, too
 
 
 def test_each_curve_has_its_own_interval():

@@ -1,6 +1,9 @@
 """python tools/plot.py outputs/run [more runs, or their replays ...] -> curves.png in the first: evaluation, reward, KL
-by age, entropy, canary, time. Shades of grey, line styles and markers, for paper. watch.py draws one after each
-evaluation."""
+by age, entropy, canary, time. Runs are told apart by colour, for the colour-blind, too, and by line and marker, on
+paper. watch.py draws one after each evaluation. --evaluation: that panel alone; --out FILE.png: elsewhere.
+
+    python tools/plot.py outputs/reverse_text
+    python tools/plot.py outputs/a outputs/b --evaluation --out compared.png"""
 
 import argparse
 import math
@@ -11,13 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.show import Lines, eval_statistics, run_with
 
-# Of each run: told apart without colour, also where curves are noisy.
-STYLES = [
-    {"color": "0", "linestyle": "-", "marker": ""},
-    {"color": "0.55", "linestyle": "-", "marker": "o"},
-    {"color": "0", "linestyle": "--", "marker": "^"},
-    {"color": "0.7", "linestyle": "-", "marker": ""},
-    {"color": "0.4", "linestyle": ":", "marker": "s"},
+STYLES = [  # of each run; the colours are Okabe and Ito's
+    {"color": "#000000", "linestyle": "-", "marker": ""},
+    {"color": "#e69f00", "linestyle": "-", "marker": "o"},
+    {"color": "#0072b2", "linestyle": "--", "marker": "^"},
+    {"color": "#009e73", "linestyle": "-.", "marker": ""},
+    {"color": "#d55e00", "linestyle": ":", "marker": "s"},
+    {"color": "#cc79a7", "linestyle": (0, (5, 5)), "marker": "D"},
 ]
 DASHES = (":", "--", "-.", (0, (1, 4)), (0, (5, 5)), (0, (9, 3)))  # of each age
 PARTS = {"wait_batch": ("1.0", ""), "train": ("0.7", "//"), "sync": ("0.3", ""), "checkpoint": ("0.9", "..")}
@@ -70,12 +73,20 @@ def draw_time(axis, metrics):
     axis.legend()
 
 
-def plot(runs, out):
+def plot(runs, out, only_evaluation=False):
     import matplotlib  # here, since others import this file for its numbers
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    if only_evaluation:
+        fig, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+        for run, style in zip(runs, STYLES * len(runs)):
+            draw_evaluation(axis, run, read(run)[1], style)
+        axis.set(xlabel="version (optimizer steps)", ylabel="evaluation, 95 % intervals")
+        axis.grid(alpha=0.3)
+        axis.legend()
+        return save(fig, out)
     fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
     panels = {
         "reward/mean": (axes[0, 1], "training reward: mean, 10th to 90th percentile"),
@@ -115,16 +126,25 @@ def plot(runs, out):
         axes[0, 0].legend(framealpha=0.5)
     axes[0, 2].legend(framealpha=0.5)
     axes[1, 0].legend(framealpha=0.5)
+    save(fig, out)
+
+
+def save(fig, out):
+    """A reader sees a whole picture."""
+    import matplotlib.pyplot as plt
+
     fig.savefig(tmp := out.with_suffix(f".{os.getpid()}.tmp"), dpi=90, format="png")
-    os.replace(tmp, out)  # a reader sees a whole picture
+    os.replace(tmp, out)
     plt.close(fig)
 
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=run_with("metrics.jsonl", "eval.jsonl"))
-    runs = parser.parse_args(argv).runs
-    plot(runs, runs[0] / "curves.png")
+    parser.add_argument("--evaluation", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE.png")
+    args = parser.parse_args(argv)
+    plot(args.runs, args.out or args.runs[0] / "curves.png", args.evaluation)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 It reads metrics.jsonl, rollouts.jsonl, eval.jsonl and batches/, and the run does not need it; launch.sh starts it. On
 stdout, of a live run what is new, of one that is done all of it:
+    run:        what will happen, and where the files go
     check:      what the rollouts of the first batch say of the task
     rollout     one of every show_every steps
     eval:       how much an evaluation gained on the first one, with 95 % intervals
     warning:    what someone should change, and how; once, until it is over
     time:       at the end, where the time went
+    result:     at the end, what was learned, and how to serve and evaluate it
 and a progress bar on a terminal. In the run directory: watch.jsonl (KL by age in versions), curves.png
 after each evaluation, and what a tracker makes. It ends when the run is done, or with SIGTERM."""
 
@@ -280,6 +282,7 @@ class Watch:
         self.since, self.is_drawn = None, True  # the first step told of, with its time; curves.png
         self.urls = self.config.get("inference", {}).get("urls", []) if is_live else []
         self.before = server_pages(self.urls)  # of servers that run for longer than this
+        self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
         self.tracker_name, self.tracker = tracker or self.config.get("tracker", ""), None
 
     def look(self, is_last):
@@ -336,8 +339,11 @@ class Watch:
         first = self.first_rows.setdefault(line["env"], line["rows"])
         found = eval_statistics(line["rows"], first)
         self.track("add_evaluation", line | found)
-        if line["step"] > self.first and found["gain"] is not None:
-            gain = f"gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
+        if found["gain"] is None or line["step"] == 0:
+            return
+        gain = f"gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
+        self.gains[line["env"]] = f"{line['env']}: reward {line['reward/mean']:.3f}, {gain} in {line['step']} steps"
+        if line["step"] > self.first:
             say(f"eval {line['step']} | {line['env']}: reward {line['reward/mean']:.3f} +- {found['ci95']:.3f}, {gain}")
 
     def show_bar(self, line):
@@ -376,11 +382,30 @@ class Watch:
             say(f"warning: the tracker failed ({type(e).__name__}: {e}), see the log; later: {later}")
             self.tracker_name = ""
 
+    def begin(self):
+        c = self.config
+        if "orchestrator" not in c:  # a replay
+            return
+        o, e = c["orchestrator"], c["eval"]
+        evaluated = f"evaluated every {e['every']} steps" if e["every"] else "never evaluated"
+        size = f"{o['batch_size']} rollouts each, in groups of {o['rollouts_per_example']}"
+        say(f"run: {c['model']}, steps {self.first} to {c['max_steps'] - 1}, {size}, {evaluated}; files in {self.run}")
+
     def end(self):
         if self.seconds["step"]:
             say(where_time_goes(self.seconds, self.before, server_pages(self.urls)))
         self.track("finish")
         self.draw()
+        final = self.run / "final"
+        if not (self.run / "done").exists() or not final.exists():
+            return
+        learned = "; ".join(self.gains.values()) or "no evaluation (eval.every)"
+        is_adapter = (final / "adapter_config.json").exists()
+        served = f"{self.config['model']} --enable-lora --lora-modules final={final}" if is_adapter else final
+        name, url = "final" if is_adapter else final, "http://127.0.0.1:8000/v1"
+        say(f"result: {learned}")
+        say(f"result: vllm serve {served}")
+        say(f"result: python tools/evaluate.py {self.run}/config.toml --eval --base-url {url} --model {name}")
 
 
 def main(argv):
@@ -394,6 +419,7 @@ def main(argv):
         signal.signal(number, lambda *_: stop.append(True))
     is_live = not (args.once or (args.run / "done").exists())
     watch, is_last = Watch(args.run, args.tracker, is_live), False
+    watch.begin()
     while not is_last:
         is_last = args.once or bool(stop) or (args.run / "done").exists()
         watch.look(is_last)
