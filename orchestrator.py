@@ -467,8 +467,8 @@ async def evaluate(due, lock, envs, client, run_dir, cfg):
             line |= eval_metrics(groups) | {"seconds": time.time() - began}
             require(line["n"], 4, f"evaluation of {name} at version {version}: all is lost, by {groups[0][0].error}")
             text += json.dumps(line) + "\n"
-            shown = [f"{k} {v:.3f}" for k, v in line.items() if type(v) is float] + [f"n {line['n']}"]
-            print(f"eval {version} | {name}: {', '.join(shown)}, errors {line['errors']}", flush=True)
+            shown = [f"{k} {line[k]:.3f}" for k in ("reward/mean", *function_means(sum(groups, [])))]
+            print(f"eval {version} | {name}:", *shown, f"n {line['n']} errors {line['errors']}", flush=True)
         with open(path, "a") as f:  # at once: a version's lines are there, or none
             f.write(text)
 

@@ -1,4 +1,4 @@
-"""The promises of the README: processes killed at exact points, hung, out of disk; and the same command again."""
+"""The promises of tests/README.md: processes killed at exact points, hung, out of disk; and the same command again."""
 
 import ast
 import importlib.util
