@@ -32,13 +32,10 @@ class DataError(ValueError):
     code = 4  # the run's exit code
 
 
-@functools.cache
-def parameters(function):
-    """Of its signature, which is slow to read."""
-    return inspect.signature(function).parameters
+parameters = functools.cache(lambda function: inspect.signature(function).parameters)  # which is slow to read
 
 
-async def call(function, **have):
+async def call(function, /, **have):
     """function(**those of `have` that it names). What is no coroutine runs in a thread: slow code delays nobody."""
     wanted = parameters(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
@@ -87,7 +84,7 @@ def check_row(row):
     info = json.loads(info) if isinstance(info, str) else info
     if not isinstance(info, dict):
         raise ValueError("has an 'info' that is no dict")
-    return row | ({"info": info} if info else {})
+    return row | ({"info": info} if "info" in row else {})
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -129,9 +126,7 @@ class Rubric:
     async def score(self, state):
         """HACK HERE -> reward (a number, or a list with one per turn), {function: value}. Functions of one rollout."""
         whole, turns, metrics = 0.0, None, {}
-        for func, weight, objects in self.parts:
-            if PLURALS & set(parameters(func)):
-                continue
+        for func, weight, objects in [part for part in self.parts if PLURALS.isdisjoint(parameters(part[0]))]:
             value = finite(func, await call(func, **state | objects | {"state": state}))
             w = weight(state["step"]) if callable(weight) else weight
             if isinstance(value, list):
@@ -213,7 +208,7 @@ class MultiTurnEnv(SingleTurnEnv):
 
     async def rollout(self, state, generate):
         state.update(await call(self.setup_state, state=state) or {})
-        while True:
+        while not state.get("final_env_response"):  # with it the environment has the last word
             state["completion"].append(await generate(state["prompt"] + state["completion"], state["tools"]))
             state["turn"] += 1
             have = {"messages": state["prompt"] + state["completion"], "state": state}
@@ -223,8 +218,6 @@ class MultiTurnEnv(SingleTurnEnv):
             reply, new = reply if isinstance(reply, tuple) else (reply, {})
             state.update(new)
             state["completion"] += reply
-            if state.get("final_env_response"):  # the environment had the last word
-                return
 
 
 class ToolEnv(MultiTurnEnv):

@@ -12,7 +12,6 @@ import functools
 import gc
 import itertools
 import json
-import math
 import os
 import random
 import time
@@ -108,8 +107,7 @@ def extend_or_fork(samples, prompt_ids, ids, logps, turn):
     not (a template that drops <think>, text that tokenises otherwise), the rollout forks: a new sample begins."""
     if not samples or samples[-1]["tokens"] != prompt_ids[: len(samples[-1]["tokens"])]:
         samples.append({"tokens": [], "mask": [], "old_logp": [], "turn": []})
-    last = samples[-1]
-    new = prompt_ids[len(last["tokens"]) :]
+    last, new = samples[-1], prompt_ids[len(samples[-1]["tokens"]) :]
     last["tokens"] += new + ids
     last["mask"] += [0] * len(new) + [1] * len(ids)
     last["old_logp"] += [0.0] * len(new) + logps
@@ -124,8 +122,8 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
     body = {k: s[k] for k in ("temperature", "top_p", "min_p", "repetition_penalty", "stop", "max_tokens")}
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}  # a model's generation_config.json may have others
-    body |= {"n": n, "top_k": s["top_k"] or -1, "return_token_ids": True}
-    body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of other weights are never reused
+    # cache_salt: keys and values of other weights are never reused
+    body |= {"n": n, "top_k": s["top_k"] or -1, "return_token_ids": True, "cache_salt": f"{client.attempt}.{live}"}
     served = live if version is None else max(version, live - cfg.orchestrator.max_staleness)  # older ones are unloaded
     body["model"] = f"{client.run_id}-v{served}" if cfg.sends_adapters else client.run_id
     chat = {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
@@ -133,9 +131,9 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     reply, choices = await client.post(server, f"/v1/{'' if is_text else 'chat/'}completions", body), []
     for c in sorted(reply["choices"], key=lambda c: c["index"]):
         logps = c["logprobs"]["token_logprobs"] if is_text else [x["logprob"] for x in c["logprobs"]["content"]]
-        message = c["text"] if is_text else {"role": "assistant", "content": c["message"]["content"] or ""}
-        if not is_text:  # what vLLM's parsers took out of the content belongs to the message, and to the next prompt
-            message |= {k: v for k in ("tool_calls", "reasoning") if (v := c["message"].get(k))}
+        # what vLLM's parsers took out of the content belongs to the message, and to the next prompt
+        parsed = {k: c["message"][k] for k in ("tool_calls", "reasoning") if not is_text and c["message"].get(k)}
+        message = c["text"] if is_text else {"role": "assistant", "content": c["message"]["content"] or ""} | parsed
         prompt_ids = (c if is_text else reply)["prompt_token_ids"]
         choices.append((message, prompt_ids, c["token_ids"], logps, c["finish_reason"], [live, client.version]))
     return choices
@@ -154,22 +152,22 @@ async def guard(rollouts, work, timeout_s):
     try:
         async with asyncio.timeout(timeout_s):
             return await work
-    except RunError:
-        raise
-    except Exception as e:
+    except (Exception, asyncio.CancelledError) as e:  # user code may raise the latter, too
+        if isinstance(e, RunError) or asyncio.current_task().cancelling():
+            raise
         for r in rollouts:
             r.reward, r.turn_rewards, r.error = None, None, culprit(e)
 
 
-async def run_rollout(env, state, ask, first, asked_G, i, cfg):
+async def run_rollout(env, state, ask, first, start, i, cfg):
     """A rollout from prompt to reward; its first turn is choice i of the group's request first() if it asks so."""
     r, o = Rollout(state), cfg.orchestrator
 
     async def generate(prompt, tools=None):
-        is_first = not r.num_turns and (prompt, tools) == asked_G
+        is_first = not r.num_turns and (prompt, tools) == (start["prompt"], start["tools"])
         choice = (await asyncio.shield(first()))[i] if is_first else (await ask(prompt, 1, tools))[0]
         message, prompt_ids, ids, logps, finish_reason, versions = choice
-        if not r.num_turns and len(prompt_ids) > (o.max_prompt_len or math.inf):
+        if not r.num_turns and len(prompt_ids) > (o.max_prompt_len or np.inf):
             raise Truncated
         if len(ids) != len(logps) or not all(-1e4 < x < 1e-3 for x in logps):
             raise ValueError(f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
@@ -194,35 +192,27 @@ async def run_rollout(env, state, ask, first, asked_G, i, cfg):
         beat()
 
     await guard([r], play(), o.generation_timeout)
-    is_masked = r.truncated and o.mask_truncated_completions
-    r.trainable = not is_masked and any(any(s["mask"]) for s in r.samples)
+    r.trainable = not (r.truncated and o.mask_truncated_completions) and any(any(s["mask"]) for s in r.samples)
     return r
 
 
 async def run_group(env, row, n, ask, step, cfg):
     """n rollouts of one row. Their first turn is one request: one prompt, one cache fill. ask is sample, bound."""
     start, o = env.start(row), cfg.orchestrator
-    asked_G = (start["prompt"], start["tools"])
-
-    @functools.cache
-    def first():  # not before some rollout asks it: an environment may make a prompt of its own
-        return asyncio.ensure_future(ask(start["prompt"], n, start["tools"]))
-
-    states = [env.start(row) | {"step": step} for _ in range(n)]
-    jobs = [run_rollout(env, state, ask, first, asked_G, i, cfg) for i, state in enumerate(states)]
+    # not before some rollout asks it: an environment may make a prompt of its own
+    first = functools.cache(lambda: asyncio.ensure_future(ask(start["prompt"], n, start["tools"])))
+    jobs = [run_rollout(env, env.start(row) | {"step": step}, ask, first, start, i, cfg) for i in range(n)]
     try:
         rollouts = await asyncio.gather(*jobs)
     finally:
-        if first.cache_info().currsize:
-            first().cancel()  # nobody is left to read it
+        first().cancel()  # nobody is left to read it; what nobody asked never begins
     scored = [r for r in rollouts if r.reward is not None]
     more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
     for r, (add, metrics) in zip(scored, more or []):
         r.reward, r.metrics = r.reward + add, r.metrics | metrics
         r.turn_rewards = r.turn_rewards and [*r.turn_rewards[:-1], r.turn_rewards[-1] + add]
-    for r in scored if o.zero_truncated_completions else ():
-        if r.truncated and r.reward is not None:
-            r.reward, r.turn_rewards = 0.0, None
+    for r in [r for r in scored if o.zero_truncated_completions and r.truncated and r.reward is not None]:
+        r.reward, r.turn_rewards = 0.0, None
     return rollouts
 
 
@@ -246,18 +236,12 @@ class Order:
     def epoch(self, number):
         return random.Random(f"{self.cfg.run.seed}:{number}").sample(range(len(self.rows)), len(self.rows))
 
-    def row(self, index):
-        epoch, i = divmod(index, len(self.rows))
-        return self.epoch(epoch)[i]
-
     def take(self, step):
         """-> index, row number. Indices that a killed run had open come first."""
-        if self.again:
-            index = self.again.pop(0)
-        else:
-            index, self.next = self.next, self.next + 1
-            self.open.add(index)
-        return index, self.row(index)
+        index = self.again.pop(0) if self.again else self.next
+        self.next = max(self.next, index + 1)
+        self.open.add(index)
+        return index, self.epoch(index // len(self.rows))[index % len(self.rows)]
 
     def settle(self, group):
         """A group is in a committed batch."""
@@ -268,13 +252,11 @@ class Order:
         o, self.useless = self.cfg.orchestrator, self.useless + 1 if group.dropped else 0
         self.recent.extend(r.error for r in group.rollouts)
         lost, num = Counter(filter(None, self.recent)), len(self.recent)
-        cause = lost.most_common(1)[0][0] if lost else ""
-        what = f"{lost.total()} of the last {num} rollouts of {group.env} were lost, mostly by {cause}"
-        is_lost = num >= 50 and lost.total() > o.max_error_share * num
-        require(not is_lost, 4, f"{what} (orchestrator.max_error_share = {o.max_error_share})")
+        if num >= 50 and lost.total() > o.max_error_share * num:
+            what = f"{lost.total()} of the last {num} rollouts of {group.env} were lost, mostly by "
+            raise RunError(4, f"{what}{max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})")
         what = f"{self.useless} groups of {group.env} in a row had nothing to learn from, the last: {group.dropped}"
-        is_useless = self.useless > 10 * o.batch_size // o.rollouts_per_example
-        require(not is_useless, 4, f"{what}; bash launch.sh {self.cfg.path} --check says more")
+        require(self.useless <= 10 * o.batch_size // o.rollouts_per_example, 4, f"{what}; launch.sh --check says more")
 
 
 def why_drop(rollouts, cfg):
@@ -328,13 +310,13 @@ def save_batch(path, samples, info):
     names = {k for s in samples for k in s if type(s[k]) is list} - {"versions", "turn_rewards"}
     data = {"lens": np.array([len(s["tokens"]) for s in samples], np.int32)}
     for name in names:
-        parts = [s.get(name) or [math.nan] * len(s["tokens"]) for s in samples]
+        parts = [s[name] if name in s else [np.nan] * len(s["tokens"]) for s in samples]
         if wrong := [(len(part), num) for part, num in zip(parts, data["lens"]) if len(part) != num]:
             raise RunError(4, f"column {name!r} has {wrong[0][0]} values for {wrong[0][1]} tokens")
         data[name] = np.fromiter(itertools.chain.from_iterable(parts), KINDS.get(name, np.float32))
-    is_unknown = np.isnan(data["old_logp"]) & bool(info.get("offline"))  # text that no policy of ours has said
-    is_known, firsts = np.isfinite(data["old_logp"]) | is_unknown, data["lens"].cumsum() - data["lens"]
-    is_right = is_known.all() and not data["mask"][firsts].any()
+    # nan, where the text is one that no policy of ours has said
+    is_known = np.isfinite(data["old_logp"]) | (np.isnan(data["old_logp"]) & bool(info.get("offline")))
+    is_right = is_known.all() and not any(s["mask"][0] for s in samples)
     require(is_right, 4, f"{path}: old_logp is not finite, or a sample's first token is a loss token")
     about = {"samples": json.dumps([{k: v for k, v in s.items() if k not in names} for s in samples])}
     about |= {"info": json.dumps(info)}
@@ -391,11 +373,10 @@ def resume(run_dir, cfg):
 
 def mean(values):
     """None of nothing."""
-    values = list(values)
-    return float(np.mean(values)) if values else None
+    return float(np.mean(values)) if (values := list(values)) else None
 
 
-def num_sampled(rollout):
+def sampled(rollout):
     return sum(sum(s["mask"]) for s in rollout.samples)
 
 
@@ -416,17 +397,14 @@ def rollout_metrics(groups, samples=()):
     metrics |= {f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 50, 90)}
     metrics |= {f"reward/{name}": value for name, value in function_means(rollouts).items()}
     metrics["rollout/distinct"] = mean(len(set(a)) / len(a) for a in answers if a)  # share; 1 / G is collapse
-    metrics |= {"rollout/tokens": mean(map(num_sampled, rollouts)), "rollout/errors": errors.total()}
-    metrics["rollout/truncated"] = mean(r.truncated for r in rollouts)
-    metrics["rollout/turns"] = mean(r.num_turns for r in rollouts)
+    metrics |= {"rollout/truncated": mean(r.truncated for r in rollouts), "rollout/errors": errors.total()}
+    metrics |= {"rollout/turns": mean(r.num_turns for r in rollouts), "rollout/tokens": mean(map(sampled, rollouts))}
     metrics["rollout/forks"] = sum(max(len(r.samples) - 1, 0) for r in rollouts)
     metrics |= {f"error/{name}": num for name, num in errors.items()}
     metrics |= {f"group/{name}": reasons[name] for name in ("kept", "flat", "failed", "long", "empty")}
     metrics |= {"staleness/mean": mean(ages), "staleness/max": max(ages)} if ages else {}  # in versions
-    for name in names if len(names) > 1 else ():
-        own = rollout_metrics([g for g in groups if g.env == name])
-        metrics |= {f"env/{name}/{k}": v for k, v in own.items()}
-    return metrics
+    own = {name: rollout_metrics([g for g in groups if g.env == name]) for name in names if len(names) > 1}
+    return metrics | {f"env/{name}/{k}": v for name in own for k, v in own[name].items()}
 
 
 def eval_metrics(groups):
@@ -436,7 +414,7 @@ def eval_metrics(groups):
     scored = [rewards for rewards in rows if rewards]
     metrics = {"reward/mean": mean(map(mean, scored)), "pass@1": mean(mean(x >= 1 for x in row) for row in scored)}
     metrics |= {"pass@k": mean(max(row) >= 1 for row in scored), "k": max(map(len, groups)), "n": len(scored)}
-    metrics |= {"tokens": mean(map(num_sampled, rollouts)), "truncated": mean(r.truncated for r in rollouts)}
+    metrics |= {"tokens": mean(map(sampled, rollouts)), "truncated": mean(r.truncated for r in rollouts)}
     metrics |= {"errors": sum(bool(r.error) for r in rollouts)} | function_means(rollouts)
     return metrics | {"rows": [mean(rewards) for rewards in rows]}
 
@@ -484,7 +462,7 @@ def prepare(cfg):
             env = envs[e.name] = load_environment(e.id, e.args, cfg.path.parent)
         except Exception as error:
             is_unknown = getattr(error, "name", "") == e.id.split("/")[-1].replace("-", "_")  # no such module
-            code = 2 if is_unknown else getattr(error, "code", 4)
+            code = 2 if is_unknown or getattr(error, "code", 4) == 2 else 4
             raise RunError(code, f"env.id = {e.id!r}: {culprit(error, 2000)}") from error
         has_rows, parses = not cfg.eval.every or env.eval_dataset, cfg.inference.args.get("enable_auto_tool_choice")
         require(has_rows, 2, f"eval.every = {cfg.eval.every}, but the environment {e.name!r} has no eval_dataset")

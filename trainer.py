@@ -40,8 +40,6 @@ import torch.nn.functional as F
 from safetensors.torch import load, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import configs
@@ -66,11 +64,10 @@ def add_lora(model, t):
     model.requires_grad_(False)
     for target in t.lora_target_modules:
         matched = [m for name, m in linear.items() if name.endswith(f".{target}")]
+        what, there = f"trainer.lora_target_modules: {target!r}", sorted({name.split(".")[-1] for name in linear})
+        require(matched, 2, f"{what} matches no linear layer; there are {there}")
         is_tied = any(m.weight is model.get_input_embeddings().weight for m in matched)
-        if is_tied or not matched:
-            there = f"matches no linear layer; there are {sorted({name.split('.')[-1] for name in linear})}"
-            why = "is tied to the embedding: it cannot be merged" if is_tied else there
-            raise RunError(2, f"trainer.lora_target_modules: {target!r} {why}")
+        require(not is_tied, 2, f"{what} is tied to the embedding: it cannot be merged")
         for m in matched:
             m.__class__, m.scale, m.dropout = LoRALinear, t.lora_alpha / t.lora_rank, t.lora_dropout
             m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(t.lora_rank, m.in_features), a=math.sqrt(5)))
@@ -88,7 +85,6 @@ class Policy(nn.Module):
         self.model, self.device, self.head_dtype, c = model, device, head_dtype, model.config.get_text_config()
         self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
         self.softcap = getattr(c, "final_logit_softcapping", None)
-        self.ref = None  # with beta: the reference's values of the trained parameters
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
 
     def head(self, weights, hidden_ND, target_N, temperature_N):
@@ -99,7 +95,7 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         dtype = self.head_dtype or head.weight.dtype
         weights = {name: w.to(dtype) for name, w in weights.items()}
-        logits_NV = functional_call(head, weights, hidden_ND.to(dtype)).float() * self.scale
+        logits_NV = torch.func.functional_call(head, weights, hidden_ND.to(dtype)).float() * self.scale
         if self.softcap:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         log_p_NV = (logits_NV / temperature_N[:, None]).log_softmax(-1)
@@ -111,9 +107,8 @@ class Policy(nn.Module):
         No attention mask: filler stands at the end of a row, where no causal model looks."""
         hidden_BWD = self.model.base_model(input_ids=micro["ids_BW"], use_cache=False).last_hidden_state
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
-        size = max(1, self.CHUNK // self.model.config.get_text_config().vocab_size)
         weights = {name: p.float() for name, p in self.model.get_output_embeddings().named_parameters()}
-        chunks = zip(*(x.split(size) for x in parts))
+        chunks = zip(*(x.split(self.CHUNK // self.model.config.get_text_config().vocab_size or 1) for x in parts))
         logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)
 
@@ -152,8 +147,7 @@ def build_policy(cfg):
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
         block.forward = torch.compile(block.forward, dynamic=True)
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    policy = Policy(model, device, DTYPES.get(t.head_dtype))
+    policy = Policy(model, torch.device("cuda" if is_cuda else "cpu"), DTYPES.get(t.head_dtype))
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
@@ -162,9 +156,8 @@ def build_policy(cfg):
         how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
         how["offload_policy"] = fsdp.CPUOffloadPolicy() if t.offload_optimizer and is_cuda else fsdp.OffloadPolicy()
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
-            is_block = module is not policy
-            precision = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=is_block)
-            fsdp.fully_shard(module, mp_policy=precision, **how)
+            mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
+            fsdp.fully_shard(module, mp_policy=mixed, **how)
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         fsdp.register_fsdp_forward_method(policy, "plain")
@@ -179,12 +172,12 @@ def trained(policy):
 
 def local(tensor):
     """A rank's own part of a parameter."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def full(tensor):
     """The whole of a parameter, on every rank. Collective."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 # --- a batch: from the orchestrator's file to rectangles --------------------------------------------------------------
@@ -226,17 +219,13 @@ def cut(lens, budget, ranks, multiple, overhead):
     rounded up to a multiple, for few shapes."""
     order = np.argsort(lens, kind="stable")
     widths = -(-np.asarray(lens)[order] // multiple) * multiple
-    best, start = np.zeros(len(lens) + 1), np.zeros(len(lens) + 1, dtype=int)
-    for end in range(1, len(lens) + 1):
-        width = widths[end - 1]
+    best, cuts = np.zeros(len(lens) + 1), [[]]  # of the first so many: the least cost, its rectangles
+    for end, width in enumerate(widths, 1):
         rows = np.arange(min(end, ranks * max(1, budget // width)), 0, -1)  # of a rectangle that ends here
         cost = best[end - rows] + -(-rows // ranks) * width + overhead
-        best[end], start[end] = cost.min(), end - rows[cost.argmin()]
-    rectangles, end = [], len(lens)
-    while end:
-        rectangles.insert(0, order[start[end] : end].tolist())
-        end = start[end]
-    return rectangles
+        best[end], start = cost.min(), end - rows[cost.argmin()]
+        cuts.append([*cuts[start], order[start:end].tolist()])
+    return cuts[-1]
 
 
 def collate(batch, indices, device):
@@ -252,8 +241,7 @@ def collate(batch, indices, device):
     is_loss_BW[0, 1] |= is_empty
     row_N, place_N = is_loss_BW.nonzero(as_tuple=True)
     at_N = at_BW[row_N, place_N]
-    micro = {"temperature_N": torch.ones(len(row_N))}
-    micro |= {f"{name}_N": column[at_N] for name, column in batch.columns.items()}
+    micro = {"temperature_N": torch.ones(len(row_N))} | {f"{name}_N": x[at_N] for name, x in batch.columns.items()}
     micro |= {f"{name}_N": field[index_B][row_N] for name, field in batch.fields.items()}
     micro |= {"ids_BW": torch.where(is_real_BW, tokens_T[at_BW], 0).long(), "target_N": tokens_T[at_N].long()}
     micro["index_N"] = row_N * len(place_W) + place_N - 1  # the place before each loss token, in the flat rectangle
@@ -371,10 +359,9 @@ def learning_rate(step, t, total):
 
 def make_optimizer(policy, t):
     """AdamW, or what trainer.optimizer names: a function of the parameters and the [trainer] table."""
-    params, betas = list(trained(policy).values()), (0.9, t.adam_beta2)
-    if t.optimizer:
-        return named(t.optimizer, {})(params, t)
-    return torch.optim.AdamW(params, t.learning_rate, betas, weight_decay=t.weight_decay, fused=True)
+    how = {"lr": t.learning_rate, "betas": (0.9, t.adam_beta2), "weight_decay": t.weight_decay, "fused": True}
+    make = named(t.optimizer, {"": lambda params, t: torch.optim.AdamW(params, **how)})
+    return make(list(trained(policy).values()), t)
 
 
 def make_micros(policy, batch, cfg):
@@ -384,9 +371,8 @@ def make_micros(policy, batch, cfg):
     what = f"a sample of {min(lens)} tokens, ids from {low} to {high}; the vocabulary has {vocab}"
     require(min(lens) > 0 and 0 <= low and high < vocab, 4, f"a batch that cannot be trained on: {what}")
     rectangles = cut(lens, cfg.trainer.micro_batch_size * cfg.run.max_seq_len, world, *SHAPES[policy.device.type])
-    num_samples = sum(bool(mask.any()) for mask in batch.columns["mask"].split(lens))
-    counts = {"tokens": max(int(batch.columns["mask"].sum()), 1), "samples": max(num_samples, 1)}
-    counts |= {key: batch.info[key] for key in ("rollouts", "max_tokens")}
+    mask_T, counts = batch.columns["mask"], {key: batch.info[key] for key in ("rollouts", "max_tokens")}
+    counts |= {"tokens": max(int(mask_T.sum()), 1), "samples": max(sum(bool(m.any()) for m in mask_T.split(lens)), 1)}
     return [collate(batch, indices[rank::world], policy.device) | counts for indices in rectangles]
 
 
@@ -394,12 +380,11 @@ def train_step(policy, optimizer, batch, step, cfg):
     """updates_per_batch optimizer steps on one batch -> metrics, and logp_T before them (0 where nothing is trained). A
     non-finite gradient changes nothing, on any rank."""
     t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
-    loss_function, params = named(t.loss, {t.loss: compute_loss}), list(trained(policy).values())
+    weigh, params = named(t.importance, {"": lambda loss: loss}), list(trained(policy).values())
+    loss_function = weigh(named(t.loss, {t.loss: compute_loss}))
     optimizer.param_groups[0]["lr"] = lr = learning_rate(step, t, cfg.run.max_steps)
     scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
     logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
-    if t.importance:
-        loss_function = named(t.importance, {})(loss_function)
     # 1. Rectangles, and what must be known before the first update. Dropout is a function of seed, step and rank.
     torch.manual_seed((cfg.run.seed << 32) + step * dist.get_world_size() + dist.get_rank())
     micros = add_columns(policy, make_micros(policy, add_advantages(batch, t), cfg), cfg)
@@ -408,8 +393,8 @@ def train_step(policy, optimizer, batch, step, cfg):
             # 2. Log-probabilities of the loss tokens.
             beat()
             logp_N, entropy_N = policy(micro)
-            old_logp_N = micro["old_logp_N"]  # nan: text of unknown origin, whose ratio is 1 at first
-            micro["old_logp_N"] = torch.where(old_logp_N.isnan(), logp_N.detach(), old_logp_N)
+            # nan: text of unknown origin, whose ratio is 1 at first
+            micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), logp_N.detach(), micro["old_logp_N"])
             # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
             loss_N, logs = loss_function(micro, logp_N, entropy_N, t)
             if policy.ref:  # KL(policy || reference) as k3 (joschu.net/blog/kl-approx.html)
@@ -428,10 +413,9 @@ def train_step(policy, optimizer, batch, step, cfg):
         # 4. One optimizer step, unless the gradient is not finite.
         if scale != 1:
             torch._foreach_div_([p.grad for p in params], scale)
-        grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm))
-        is_finite = bool(grad_norm.isfinite())
-        skipped += not is_finite
-        if is_finite:
+        grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm)).item()
+        skipped += not math.isfinite(grad_norm)
+        if math.isfinite(grad_norm):
             optimizer.step()
         optimizer.zero_grad()
     # 5. Metrics: token means over all ranks.
@@ -439,9 +423,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
     metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist())) | {"optim/lr": lr}
     seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
-    metrics |= {"optim/grad_norm": grad_norm.item(), "optim/skipped": skipped, "time/train_s": seconds}
-    rate = t.updates_per_batch * int(batch.lens.sum()) / seconds
-    return metrics | {"perf/tokens_per_s": rate, "perf/peak_gib": peak}, logp_T
+    metrics |= {"optim/grad_norm": grad_norm, "optim/skipped": skipped, "time/train_s": seconds, "perf/peak_gib": peak}
+    return metrics | {"perf/tokens_per_s": t.updates_per_batch * len(logp_T) / seconds}, logp_T
 
 
 # --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
@@ -453,16 +436,14 @@ SAID = 8  # tokens that the policy says after each
 def sampler_weights(model, dtype, adapters):
     """Yields (checkpoint name, full tensor) as a sampler wants them. Collective: every rank exhausts it. LoRA is merged
     out of place in fp32; with `adapters` only A and B go, under PEFT's names."""
-    seen = set()
-    for name, module in model.named_modules():
-        for key, p in module.named_parameters(recurse=False):
-            is_lora = key.startswith("lora_")
-            if is_lora == adapters and p not in seen:
-                seen.add(p)  # tied weights go once
-                w = full(p.detach())
-                if isinstance(module, LoRALinear) and key == "weight":
-                    w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
-                yield f"base_model.model.{name}.{key}.weight" if is_lora else f"{name}.{key}", w.to(dtype).contiguous()
+    for name, p in model.named_parameters():  # tied weights go once
+        place, _, key = name.rpartition(".")
+        module, is_lora = model.get_submodule(place), key.startswith("lora_")
+        if is_lora == adapters:
+            w = full(p.detach())
+            if isinstance(module, LoRALinear) and key == "weight":
+                w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
+            yield f"base_model.model.{name}.weight" if is_lora else name, w.to(dtype).contiguous()
 
 
 def make_group(store, rank, spec):
@@ -493,9 +474,9 @@ class WeightSender:
     def __init__(self, cfg, run_dir, device):
         t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
-        once = httpx.Limits(max_keepalive_connections=0)  # a server closes idle connections, maybe just as one is used
-        self.http = httpx.Client(timeout=t.sync_timeout_s, limits=once, trust_env=False)  # no proxy between the roles
-        self.pool, self.loaded, self.names = ThreadPoolExecutor(64), [], set()
+        # a server closes idle connections, maybe just as one is used; trust_env: no proxy between the roles
+        self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
+        self.pool, self.names = ThreadPoolExecutor(64), set()
         # 1. Servers of this run, and of no other: a stale one is never trained against.
         others = {url: name for url in self.urls if (name := self.wait_ready(url)) != self.run_id}
         require(not others, 2, f"a server of another run answers: {others}; this run is {self.run_id!r}")
@@ -550,10 +531,9 @@ class WeightSender:
         refuse_non_finite(tensors, what)
         missing, self.names = sorted(self.names - set(tensors)), set(tensors)
         require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
-        spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": None}
-        if self.cfg.sends_adapters:
-            spec["adapter"] = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model]
-        else:
+        about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
+        spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": about}
+        if not about:
             self.post_all("/pause?mode=keep")
         replies = self.rpc("receive_weights", [spec] * len(self.urls))
         try:
@@ -564,23 +544,22 @@ class WeightSender:
             raise RunError(3, f"{what}: broadcast over {self.spec['backend']} broke: {'; '.join(said)}{hint}") from e
         for reply in replies:
             reply.result()
-        if not self.cfg.sends_adapters:
+        if not about:
             return self.post_all("/resume")
         self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
-        self.loaded.append(version)
-        while self.loaded[0] < version - self.cfg.orchestrator.max_staleness - 1:  # no request can name it any more
-            old = self.model(self.loaded.pop(0))
-            self.post_all("/v1/unload_lora_adapter", {"lora_name": old})
-            shutil.rmtree(path.with_name(old))
+        old = path.with_name(self.model(version - self.cfg.orchestrator.max_staleness - 2))
+        if old.exists():  # no request can name it any more
+            self.post_all("/v1/unload_lora_adapter", {"lora_name": old.name})
+            shutil.rmtree(old)
 
     def say(self, version, rows):
         """-> by server and row: SAID token ids that the policy goes on with, and their logprobs."""
         body = {"model": self.model(version), "prompt": rows, "max_tokens": SAID, "ignore_eos": True, "logprobs": 0}
-        body |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        body |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+        body |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
         body |= {"return_token_ids": True, "cache_salt": str(time.time()), "priority": -1}  # before all rollouts
         replies = self.post_all("/v1/completions", body)
-        choices = [c for reply in replies for c in sorted(reply["choices"], key=lambda c: c["index"])]
-        return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for c in choices]
+        return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for reply in replies for c in reply["choices"]]
 
 
 class WeightReceiver:
@@ -588,9 +567,8 @@ class WeightReceiver:
 
     def join_weight_group(self, spec):
         spec = json.loads(spec)
-        limit = timedelta(seconds=spec["timeout_s"])
-        self.sync_store = dist.TCPStore(spec["host"], spec["port"], None, False, limit, False)
-        self.sync_group = make_group(self.sync_store, spec["first"] + self.rank, spec)
+        store = dist.TCPStore(spec["host"], spec["port"], None, False, timedelta(seconds=spec["timeout_s"]), False)
+        self.sync_group = make_group(store, spec["first"] + self.rank, spec)
 
     def receive_weights(self, spec):
         spec = json.loads(spec)
@@ -613,16 +591,14 @@ class WeightReceiver:
 
 def score(policy, rows, firsts=(1, 1, 1, 1)):
     """-> logp, in one rectangle, of each row's tokens from number `first` on."""
-    is_loss = [[i >= first for i in range(len(row))] for row, first in zip(rows, firsts)]
-    columns = {"tokens": torch.tensor(sum(rows, [])), "mask": torch.tensor(sum(is_loss, []))}
-    batch = Batch(columns, {}, torch.tensor([len(row) for row in rows]), [], {})
-    return policy(collate(batch, list(range(len(rows))), policy.device))[0]
+    mask_T = torch.cat([torch.arange(len(row)) >= first for row, first in zip(rows, firsts)])
+    columns, lens = {"tokens": torch.tensor(sum(rows, [])), "mask": mask_T}, torch.tensor([len(row) for row in rows])
+    return policy(collate(Batch(columns, {}, lens, [], {}), list(range(len(rows))), policy.device))[0]
 
 
-def gap(a_N, b_N, t):
-    """|a - b| in nats, and what it may be: the largest in fp32, the mean in 16 bits."""
-    diff_N = (a_N - b_N).abs()
-    return (diff_N.max().item(), 1e-3) if t.dtype == "fp32" else (diff_N.mean().item(), 0.05)
+def gap(diff_N, t):
+    """|diff| in nats, and what it may be: the largest in fp32, the mean in 16 bits."""
+    return (diff_N.abs().max().item(), 1e-3) if t.dtype == "fp32" else (diff_N.abs().mean().item(), 0.05)
 
 
 def random_rows(policy, cfg):
@@ -640,11 +616,10 @@ def check_policy(policy, cfg):
     own, longest = [policy.plain(row) for row in rows], (rows[-1] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
     pairs = {"dropout or noise is on in training": (own[0], policy.eval().plain(rows[0]))}
     pairs["its logits are not head(base model)"] = score(policy.train(), rows[:1]), own[0]
-    what = "a row's length changes its first tokens (RoPE of type dynamic or longrope, or no causal model)"
-    pairs[what] = score(policy, [longest])[: len(own[-1])], own[-1]
+    pairs["a row's length changes its first tokens (RoPE, or no causal model)"] = score(policy, [longest]), own[-1]
     pairs["rows of a rectangle mix"] = score(policy, rows), torch.cat(own)
     for what, (a_N, b_N) in pairs.items():
-        value, limit = gap(a_N, b_N, cfg.trainer)
+        value, limit = gap(a_N[: len(b_N)] - b_N, cfg.trainer)
         require(value <= limit, 2, f"model = {cfg.run.model!r}: {what}: {value:.2g} nats, at most {limit:g}")
 
 
@@ -665,8 +640,8 @@ def canary(sender, policy, version, cfg, batch=None):
     policy.train()
     if not sender:
         return {}
-    said_N = torch.tensor([x for _, logps in said for x in logps], device=policy.device)
-    diff_N, (value, limit) = (logp_N - said_N).abs(), gap(logp_N, said_N, cfg.trainer)
+    diff_N = (logp_N - torch.tensor([x for _, logps in said for x in logps], device=policy.device)).abs()
+    value, limit = gap(diff_N, cfg.trainer)
     metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
     is_same = value <= (cfg.trainer.max_sync_dlogp or limit)
     require(is_same, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
@@ -678,9 +653,8 @@ def publish(sender, policy, version, cfg, batch=None):
     names of the checkpoint: experts one by one, and the prefix that a composite model has there."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    started, is_first = time.perf_counter(), dist.get_rank() == 0
-    weights = sampler_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
-    tensors = {name: w for name, w in weights if is_first}
+    started, dtype = time.perf_counter(), DTYPES[cfg.trainer.dtype]
+    tensors = {name: w for name, w in sampler_weights(policy.model, dtype, cfg.sends_adapters) if sender}
     if sender:
         tensors = revert_weight_conversion(policy.model, tensors)
         sender.send(version, {name: w.contiguous() for name, w in tensors.items()})
@@ -728,7 +702,6 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     refuse_non_finite(tensors, path)
     if is_first:
         shutil.rmtree(tmp, ignore_errors=True)
-        tmp.mkdir()
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
     state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
@@ -749,8 +722,7 @@ def load_checkpoint(path, policy, optimizer, cfg):
     except (OSError, ValueError):
         wrong = ["state.json"]
     if wrong:
-        then = "then the one before it is resumed from, or the run begins anew"
-        raise RunError(6, f"{path / wrong[0]} is damaged: it is not what was written. Remove {path}, {then}")
+        raise RunError(6, f"{path / wrong[0]} is damaged. Remove {path}, then the one before it is resumed from")
     refuse_other(state["run"], cfg, path)
     get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
     policy.extra |= state["extra"]
@@ -775,10 +747,9 @@ def write_final(run_dir, policy, cfg):
     """final/: what transformers (LoRA: peft) and vLLM load. Collective."""
     from transformers import AutoTokenizer
 
-    t, final = cfg.trainer, run_dir / "final"
-    weights = sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora)
-    tensors = {name: w.cpu() for name, w in weights if dist.get_rank() == 0}
-    if dist.get_rank():
+    t, final, rank = cfg.trainer, run_dir / "final", dist.get_rank()
+    tensors = {name: w.cpu() for name, w in sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora) if not rank}
+    if rank:
         return
     if t.use_lora:
         write_adapter(final, tensors, t._asdict(), cfg.run.model)
@@ -786,7 +757,10 @@ def write_final(run_dir, policy, cfg):
         policy.model.save_pretrained(final, state_dict=tensors)
         policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see
         policy.model.config.save_pretrained(final)
-    AutoTokenizer.from_pretrained(cfg.run.model).save_pretrained(final)
+    tokenizer = AutoTokenizer.from_pretrained(cfg.run.model)
+    if cfg.run.chat_template:
+        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+    tokenizer.save_pretrained(final)
 
 
 def log_step(run_dir, step, metrics, logp_T):
@@ -795,8 +769,7 @@ def log_step(run_dir, step, metrics, logp_T):
     os.replace(tmp, tmp.with_suffix(".safetensors"))
     with open(run_dir / "metrics.jsonl", "a") as f:
         f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
-    shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
-    shown["seconds"] = "time/step_s"
+    shown = dict(reward="reward/mean", loss="loss", kl="policy/kl_sampler", entropy="policy/entropy", sec="time/step_s")
     text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
     print(" | ".join([f"step {step:5d}", *text]), flush=True)
 

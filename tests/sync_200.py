@@ -17,4 +17,4 @@ sender = trainer.WeightSender(cfg, run_dir, policy.device) if dist.get_rank() ==
 sleeps = random.Random(dist.get_rank())
 for version in range(200):
     time.sleep(sleeps.uniform(0, 0.03))
-    trainer.publish(sender, policy, version, 1, cfg)
+    trainer.publish(sender, policy, version, cfg)

@@ -458,7 +458,7 @@ def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capsys):
     assert any(e["version_last"] > e["version_first"] for e in found)
     assert all(e["n"] == 3 and e["errors"] > 0 for e in found)
     said = capsys.readouterr().out
-    assert f"n 3, errors {found[0]['errors']}" in said and said.count("eval ") == len(found)
+    assert f"n 3 errors {found[0]['errors']}" in said and said.count("eval ") == len(found)
 
 
 def test_an_evaluation_in_which_all_is_lost_ends_the_run(run):

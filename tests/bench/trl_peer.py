@@ -95,7 +95,7 @@ def run(model, steps, seed, learning_rate, goal):
 
     env, means, at, began = reverse_text.load_environment(), [], [], time.perf_counter()
     order = Order(env.dataset, load_config(ROOT / "configs" / "reverse_text.toml", [f"seed={seed}"]))
-    rows = [env.dataset[order.row(i)] for i in range(16 * int(steps))]
+    rows = [env.dataset[order.take(0)[1]] for _ in range(16 * int(steps))]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": r["question"]}], **r} for r in rows])
 
     def reward(completions, answer, **_):
