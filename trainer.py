@@ -769,7 +769,8 @@ def log_step(run_dir, step, metrics, logp_T):
     os.replace(tmp, tmp.with_suffix(".safetensors"))
     with open(run_dir / "metrics.jsonl", "a") as f:
         f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
-    shown = dict(reward="reward/mean", loss="loss", kl="policy/kl_sampler", entropy="policy/entropy", sec="time/step_s")
+    shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
+    shown["seconds"] = "time/step_s"
     text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
     print(" | ".join([f"step {step:5d}", *text]), flush=True)
 
