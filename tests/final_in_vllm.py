@@ -1,4 +1,4 @@
-"""python final_in_vllm.py MODEL [ADAPTER] -> the largest |dlogp| between vLLM and Transformers with it, in fp32."""
+"""python final_in_vllm.py DIR -> the largest |dlogp| between vLLM and Transformers, both of which load DIR, in fp32."""
 
 import os
 import sys
@@ -6,20 +6,15 @@ import sys
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
 
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
 
-(path, *adapter), prompt = sys.argv[1:], list(range(10, 40))
-llm = LLM(path, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4, enable_lora=bool(adapter))
+path, prompt = sys.argv[1], list(range(10, 40))
+llm = LLM(path, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=4)
 how = SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, seed=1)
-lora = LoRARequest("final", 1, *adapter) if adapter else None
-said = llm.generate([{"prompt_token_ids": prompt}], how, lora_request=lora)[0].outputs[0]
+said = llm.generate([{"prompt_token_ids": prompt}], how)[0].outputs[0]
 ids = torch.tensor([prompt + list(said.token_ids)])
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-if adapter:
-    model = PeftModel.from_pretrained(model, *adapter).eval()
 with torch.no_grad():
     log_p = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
 ours = log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0]

@@ -225,21 +225,13 @@ def test_a_wrong_network_is_refused(mutate, message, dtype, make_cfg, tmp_path):
 # --- on the real vLLM -------------------------------------------------------------------------------------------------
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
-SERVED = {  # heads of 32 are the smallest that vLLM has on CPU
+SERVED = {  # heads of 32 are the smallest that vLLM has on CPU; of GPT-OSS it serves the first load alone there
     "Llama": HEADS,
     "Gemma3": HEADS | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "Qwen3Moe": HEADS | EXPERTS,
-    "GptOss": HEADS | LOCAL | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "OPT": {"num_attention_heads": 2, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "Granite": HEADS | {"logits_scaling": 8.0, "attention_multiplier": 0.1},
-    "Lfm2": HEADS | {"layer_types": ["conv", "full_attention"], "conv_dim": 64},
     "Phi3": {k: v for k, v in HEADS.items() if k != "head_dim"} | PAD,
-}
-
-
-# vLLM 0.32 says "Failed to load weights" of GPT-OSS's experts and sinks when they are sent anew: adapters alone.
-ADAPTERS = {
-    "GptOss": ["trainer.dtype=bf16", "trainer.use_lora=true", 'trainer.lora_target_modules=["q_proj", "o_proj"]']
 }
 
 
@@ -251,20 +243,18 @@ def test_what_vllm_serves(family, models, tmp_path):
     path = make_model(family, SERVED[family] | {"vocab_size": 103}, tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
     (tmp_path / "run.toml").write_text(f'output_dir = "{tmp_path}"\n' + BASE.format(model=path))
-    more, run_dir = ADAPTERS.get(family, []), tmp_path / "run"
     for steps in (2, 3):
-        command = ["bash", "launch.sh", tmp_path / "run.toml", f"max_steps={steps}", "checkpoint.every=2", *more]
+        command = ["bash", "launch.sh", tmp_path / "run.toml", f"max_steps={steps}", "checkpoint.every=2"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    metrics, (what, limit) = lines(run_dir / "metrics.jsonl"), ("mean", 0.02) if more else ("max", 1e-4)
-    worst = max(m[f"sync/dlogp_{what}"] for m in metrics)
-    assert [m["step"] for m in metrics] == [0, 1, 2] and worst < limit and not any(m["rollout/errors"] for m in metrics)
-    loaded = [path, run_dir / "final"] if more else [run_dir / "final"]
-    done = subprocess.run([sys.executable, ROOT / "tests" / "final_in_vllm.py", *loaded],
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    worst = max(m["sync/dlogp_max"] for m in metrics)
+    assert [m["step"] for m in metrics] == [0, 1, 2] and worst < 1e-4 and not any(m["rollout/errors"] for m in metrics)
+    done = subprocess.run([sys.executable, ROOT / "tests" / "final_in_vllm.py", tmp_path / "run" / "final"],
                           capture_output=True, text=True, env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"})  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     last = float(done.stdout.split()[-1])
-    print(f"{family}: canary's {what} {worst:.1e}, final in vLLM {last:.1e}")
+    print(f"{family}: canary {worst:.1e}, final in vLLM {last:.1e}")
     assert last < 1e-4
 
 
