@@ -219,13 +219,16 @@ def cut(lens, budget, ranks, multiple, overhead):
     rounded up to a multiple, for few shapes."""
     order = np.argsort(lens, kind="stable")
     widths = -(-np.asarray(lens)[order] // multiple) * multiple
-    best, cuts = np.zeros(len(lens) + 1), [[]]  # of the first so many: the least cost, its rectangles
+    best, start = np.zeros(len(lens) + 1), np.zeros(len(lens) + 1, dtype=int)
     for end, width in enumerate(widths, 1):
         rows = np.arange(min(end, ranks * max(1, budget // width)), 0, -1)  # of a rectangle that ends here
         cost = best[end - rows] + -(-rows // ranks) * width + overhead
-        best[end], start = cost.min(), end - rows[cost.argmin()]
-        cuts.append([*cuts[start], order[start:end].tolist()])
-    return cuts[-1]
+        best[end], start[end] = cost.min(), end - rows[cost.argmin()]
+    rectangles, end = [], len(lens)
+    while end:
+        rectangles.insert(0, order[start[end] : end].tolist())
+        end = start[end]
+    return rectangles
 
 
 def collate(batch, indices, device):
