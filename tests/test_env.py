@@ -369,3 +369,9 @@ def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch)
     assert len(batches) == 3 and all(b.columns["mask"].any() for b in batches)
     assert all(len({s["reward"] for s in b.samples}) > 1 for b in batches)
     assert {s["num_turns"] for b in batches for s in b.samples} >= {3}
+
+
+def test_an_empty_info_is_a_dict_and_a_state_may_have_any_name():
+    (row,) = load_rows([{"question": "a", "info": "{}"}])
+    assert row["info"] == {} and SingleTurnEnv([row]).start(row)["info"] == {}
+    assert asyncio.run(orchestrator.call(lambda function: function + 1, function=1)) == 2

@@ -600,3 +600,26 @@ def test_a_run_that_cannot_learn_exits_4(launched):
     done, run_dir = launched(3, '{ kind = "constant" }', check=False)
     assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]
     assert str(run_dir / "logs" / "orchestrator.log") in done.stderr.splitlines()[-1]
+
+
+def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
+    async def leaks():
+        raise asyncio.CancelledError
+
+    async def go():
+        r = Rollout({}, reward=1.0)
+        await orchestrator.guard([r], leaks(), 5)
+        assert r.reward is None and r.error.startswith("CancelledError")
+        task = asyncio.create_task(orchestrator.guard([r], asyncio.sleep(60), 90))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(go())
+
+
+def test_an_empty_column_is_refused(tmp_path):
+    sample = {"tokens": [1, 2], "mask": [0, 1], "old_logp": [0.0, -1.0], "turn": [0, 0]}
+    with pytest.raises(RunError, match="column 'teacher' has 0 values for 2 tokens"):
+        save_batch(tmp_path / "step_000000.safetensors", [sample | {"teacher": []}, sample], {})

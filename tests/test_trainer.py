@@ -901,3 +901,23 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="sync of version 3: 1 of 5 tensors are not finite, the first is c") as e:
         sender.send(3, sent | {"c": sent["c"] / 0})
     assert e.value.code == 5
+
+
+def test_final_has_the_runs_chat_template(make_cfg, tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }} mine")
+    cfg = make_cfg(f"chat_template={tmp_path / 'mine.jinja'}")
+    trainer.write_final(tmp_path, trainer.build_policy(cfg), cfg)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "final")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a mine"
+
+
+def test_the_canary_asks_for_the_plain_distribution():
+    """Whatever a model's generation_config.json has: vLLM takes from it what a request leaves out."""
+    asked = []
+    sender = SimpleNamespace(model=lambda version: "m", post_all=lambda path, body: asked.append(body) or [])
+    assert trainer.WeightSender.say(sender, 0, [[1, 2]]) == []
+    plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert plain.items() <= asked[0].items()
