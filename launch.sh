@@ -7,7 +7,7 @@
 set -u
 if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,6s/^# //p' "$0"; exit 2; fi
 GIVEN=("$(realpath -m -- "$1")" "${@:2}") && cd "$(dirname "$0")" || exit 2
-fail() { echo "[launch] exit=$1 $2" >&2; exit "$1"; } # while nothing runs yet
+fail() { echo "[launch] $2 (exit=$1)" >&2; exit "$1"; } # while nothing runs yet
 
 # --- the interpreter: .venv, made here on first use, or an active one with what requirements-$KIND.txt pins -----------
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || GPUS=$(compgen -G '/dev/nvidia[0-9]*' | wc -l)
@@ -128,9 +128,9 @@ dead() { # role, status [, cause]: ends the run for what the first role to fail 
     end=$(tail -n 200 "$LOGS/$role.log" | tac | sed '/^=== /q' | tac) # since it was started last; -15: by torchrun
     killed=$(sed -nE '/: -15 /!s/.*(exitcode *: -[0-9]+ \(.*\)).*/a rank was killed, \1; /p' <<<"$end" | tail -n 1)
     [ -n "$said" ] || printf '\n%s\n' "$(tail -n 30 <<<"$end")" >&2 # nobody has said why
-    finish "$code" "[launch] role=$role pid=$pid exit=$code $killed$cause log=$LOGS/$role.log"
+    finish "$code" "[launch] $killed$cause (role=$role pid=$pid exit=$code log=$LOGS/$role.log)"
 }
-trap 'finish 130 "[launch] exit=130 interrupted"' INT; trap 'finish 143 "[launch] exit=143 terminated"' TERM HUP
+trap 'finish 130 "[launch] interrupted (exit=130)"' INT; trap 'finish 143 "[launch] terminated (exit=143)"' TERM HUP
 
 # --- start: what can be wrong is found before a server starts, in the task by prepare, then by the orchestrator -------
 start_others() { # the servers (inference, inference1, ...), the trainer, and what watches it

@@ -104,7 +104,7 @@ Group = namedtuple("Group", "env index row rollouts dropped")
 
 def extend_or_fork(samples, prompt_ids, ids, logps, turn):
     """Token ids are the truth: a turn extends the last sample if its prompt begins with the ids held there. If it does
-    not (a template that drops <think>, text that tokenises otherwise), the rollout forks: a new sample begins."""
+    not (a template that drops <think>, text that tokenizes otherwise), the rollout forks: a new sample begins."""
     if not samples or samples[-1]["tokens"] != prompt_ids[: len(samples[-1]["tokens"])]:
         samples.append({"tokens": [], "mask": [], "old_logp": [], "turn": []})
     last, new = samples[-1], prompt_ids[len(samples[-1]["tokens"]) :]

@@ -258,7 +258,7 @@ def test_kill_matrix(cell, models, undisturbed, tmp_path):
     else:
         last = run.end(3)
         name = NAMES.get(role, role)
-        assert re.match(rf"\[launch\] role={name} pid=\d+( rank=\d)? exit=3 .+ log=.*/{name}.log$", last), last
+        assert re.match(rf"\[launch\] .+ \(role={name} pid=\d+( rank=\d)? exit=3 log=.*/{name}.log\)$", last), last
         if role.startswith("rank"):
             assert re.search(rf"a rank was killed, exitcode *: -9 \(pid: {pid}\)", last), (pid, last)
     assert time.monotonic() - killed < 30
@@ -275,7 +275,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, 
     """Twice at the same step: the second save meets what the first one left."""
     for _ in range(1 if "after" in point else 2):
         run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=f"{point}:9")
-        assert re.search(r"role=trainer .*a rank was killed, exitcode *: -9 \(pid: \d+\)", run.end(3))
+        assert re.search(r"a rank was killed, exitcode *: -9 \(pid: \d+\).*role=trainer ", run.end(3))
         run.assert_clean()
         names = sorted(p.name for p in (tmp_path / "run" / "checkpoints").iterdir())
         assert names == (["step_000002"] if "after" in point else [])
@@ -316,7 +316,7 @@ def test_the_watchdog_ends_what_hangs_with_all_stacks(who, models, tmp_path):
     seconds = time.monotonic() - began
     limit = 68 if who.startswith("start") else 8
     assert limit - 3 <= seconds < limit + 25, seconds
-    message = rf"role=trainer pid=\d+ exit=3 no role made progress for {limit} s \(watchdog\): the stacks .*/logs"
+    message = rf"no role made progress for {limit} s \(watchdog\): the stacks .*/logs \(role=trainer pid=\d+ exit=3 "
     assert re.search(message, last), last
     dumps = re.findall(r'Fatal Python error: Aborted\n\n(?:.|\n)*?hread 0x(?:.|\n)*?File "', run.text(log))
     assert dumps and stack in run.text(log), run.text(log)[-3000:]
@@ -335,9 +335,9 @@ def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some([
-    ({"bias": 5.0}, "exit=5 .* a KL above 1, in three steps in a row"),
-    ({"generate 6": "exit"}, "role=inference .*ended with status 0 before the run was done"),
-    ({"generate 6": "silent"}, r"role=trainer .*no role made progress for 15 s \(watchdog\)"),
+    ({"bias": 5.0}, "a KL above 1, in three steps in a row.* exit=5 "),
+    ({"generate 6": "exit"}, "ended with status 0 before the run was done .role=inference "),
+    ({"generate 6": "silent"}, r"no role made progress for 15 s \(watchdog\).*role=trainer "),
     ({"sync 3": "raise"}, "fault asked for: sync raises after its first tensor"),
     ({"sync 3": "hang"}, r"(broadcast over gloo broke|/collective_rpc: ReadTimeout): .*sync_timeout_s = 5"),
     ({"sync 3": "500"}, "no weights today"),
@@ -417,7 +417,7 @@ MISTAKES = {
         r"env.id = 'mine': KeyError: 'size' in <module>, mine.py:3",
     ),
     "model": ({}, "model=nowhere/no-such-model", 2, "nowhere/no-such-model"),
-    "output_dir": ({}, "output_dir={toml}", 6, r"role=config .*Not a directory|exit=6 .*Not a directory"),
+    "output_dir": ({}, "output_dir={toml}", 6, "exit=6 .*Not a directory"),
 }
 
 
@@ -434,7 +434,7 @@ def test_mistakes_are_found_before_a_server_starts(mistake, models, tmp_path):
     seconds = time.monotonic() - began
     print(f"{mistake}: {seconds:.1f} s: {last}")
     assert seconds < 60 and re.search(cause, last), last
-    assert not list(tmp_path.rglob("inference.log")) and len(run.text().splitlines()) <= 33
+    assert not list(tmp_path.rglob("inference.log")) and len(run.text().splitlines()) <= 3
     run.assert_clean()
 
 
@@ -462,7 +462,7 @@ def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, t
         prefix, fault, place = (), {"FAULT": "ckpt_write@0,3:enospc"}, small  # namespaces are barred: say it is full
     run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", *ONE, prefix=prefix, **fault)
     last = run.end(6)
-    assert re.search(r"exit=6 .*(No space left|os error 28)", last), last
+    assert re.search(r"(No space left|os error 28).*exit=6", last), last
     run.dir = place
     run.assert_clean()
     kept = sorted((place / "checkpoints").glob("step_??????"))
@@ -659,7 +659,7 @@ def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     run.kill(role)
     killed = time.monotonic()
     last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
-    assert role == "launch.sh" or last.startswith("[launch] role=inference pid="), last
+    assert role == "launch.sh" or "(role=inference pid=" in last, last
     assert time.monotonic() - killed < 30
     run.assert_clean()
     again = Run(tmp_path, models["untied"], *OVERRIDES, real=True)

@@ -37,7 +37,7 @@ def pages_of(env):
 
 
 def test_wiki_search_reads_a_directory(tmp_path):
-    (tmp_path / "a.md").write_text("# Lake Como\n\nA lake in Lombardy, 146 square kilometres.\n")
+    (tmp_path / "a.md").write_text("# Lake Como\n\nA lake in Lombardy, 146 square kilometers.\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.txt").write_text("Mount Etna\nA volcano in Sicily.\n")
     (tmp_path / "q.jsonl").write_text(

@@ -249,7 +249,7 @@ def assert_same_logp(policy, samples, path):
 
 
 def plain(r):
-    """Whether the sampled ids are what their text tokenises to: a random model also says special tokens, which are not
+    """Whether the sampled ids are what their text tokenizes to: a random model also says special tokens, which are not
     in the text that the next prompt repeats."""
     ids = [t for s in r.samples for t, m in zip(s["tokens"], s["mask"]) if m]
     return all(t == 0 or t >= 7 for t in ids)
@@ -292,7 +292,7 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
     assert_same_logp(policy, [s | {"temperature": temperature} for r in rollouts for s in r.samples], tmp_path)
 
 
-def test_canonical_text_never_forks_and_a_forced_tokenisation_forks_once(connect, monkeypatch):
+def test_canonical_text_never_forks_and_a_forced_tokenization_forks_once(connect, monkeypatch):
     cfg, policy, sender = connect("untied", "orchestrator.sampling.max_tokens=3")
     trainer.publish(sender, policy, 0, cfg)
     post, count = Client.post, iter(range(99))

@@ -90,14 +90,14 @@ def rollout(reward, truncated=False, error="KeyError"):
     ([[1.0, None], [1.0, 1.0]], ["1 of 4 rollouts were lost: KeyError"]),  # and not: too easy
     ([[]], ["every prompt is too long"]),
 ])  # fmt: skip
-def test_the_judgement_names_the_key_to_change(groups, failing, capsys):
+def test_the_judgment_names_the_key_to_change(groups, failing, capsys):
     is_ok = watch.judge("task", [[rollout(x) for x in group] for group in groups])
     failed = said(capsys, "check: FAIL task: ")
     assert is_ok == (not failing) and len(failed) == len(failing)
     assert all(any(text in row for row in failed) for text in failing)
 
 
-def test_the_judgement_sees_what_is_cut_off(capsys):
+def test_the_judgment_sees_what_is_cut_off(capsys):
     group = [rollout(0.0, True), rollout(1.0, True), rollout(1.0, True), rollout(0.0)]
     assert not watch.judge("task", [group])
     (row,) = said(capsys, "check: FAIL")
@@ -159,7 +159,7 @@ def test_a_healthy_run_in_a_few_lines(tmp_path, capsys):
     rows = capsys.readouterr().out.splitlines()
     kinds = [row.split(" ")[0] for row in rows if not row.startswith("rollout |")]
     assert kinds == ["check:"] * 3 + ["rollout"] * 3 + ["time:"]
-    assert rows[0].startswith("check: PASS task: 50 % is solved, reward 0.500 (0 to 1) of 2 rollouts")
+    assert rows[0].startswith("check: PASS task: neither too hard nor too easy: reward 0.500 (0 to 1) of 2 rollouts")
     steps = [row.split(":")[0] for row in rows if row.startswith("rollout of")]
     assert steps == ["rollout of step 0", "rollout of step 5", "rollout of step 10"]
     assert (
@@ -321,7 +321,7 @@ def test_curves_of_runs_and_replays(tmp_path):
             DRAW(runs, tmp_path / "out.png", only_evaluation)
             pixels = matplotlib.image.imread(tmp_path / "out.png")[..., :3]
             assert pixels.std() > 0.01  # not blank
-    assert len({(str(s["linestyle"]), s["marker"]) for s in plot.STYLES}) == len(plot.STYLES)  # without colour, too
+    assert len({(str(s["linestyle"]), s["marker"]) for s in plot.STYLES}) == len(plot.STYLES)  # without color, too
 
 
 def test_each_curve_has_its_own_interval():

@@ -1,5 +1,5 @@
 """python tools/plot.py outputs/run [more runs, or their replays ...] -> curves.png in the first: evaluation, reward, KL
-by age, entropy, canary, time. Runs are told apart by colour, for the colour-blind, too, and by line and marker, on
+by age, entropy, canary, time. Runs are told apart by color, for the color-blind, too, and by line and marker, on
 paper. watch.py draws one after each evaluation. --evaluation: that panel alone; --out FILE.png: elsewhere.
 
     python tools/plot.py outputs/reverse_text
@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tools.show import Lines, eval_statistics, run_with
 
-STYLES = [  # of each run; the colours are Okabe and Ito's
+STYLES = [  # of each run; the colors are Okabe and Ito's
     {"color": "#000000", "linestyle": "-", "marker": ""},
     {"color": "#e69f00", "linestyle": "-", "marker": "o"},
     {"color": "#0072b2", "linestyle": "--", "marker": "^"},

@@ -1,8 +1,8 @@
 """python tools/show.py outputs/run [--color advantage|diff] [--step N] ...: rollouts for reading, newest first.
 
-Through a pager where there is a terminal. With --color only what was trained on, each sampled token coloured by its
+Through a pager where there is a terminal. With --color only what was trained on, each sampled token colored by its
 advantage (green: made likelier, red: unlikelier) or by trainer's - sampler's logp, in three shades: the stronger ones
-over a third and two thirds of the batch's largest advantage, or from 0.001, 0.01 and 0.1 nats on. Without colours
+over a third and two thirds of the batch's largest advantage, or from 0.001, 0.01 and 0.1 nats on. Without colors
 (NO_COLOR, no terminal) there is a [++] or [-] behind a token instead. What was not sampled is dim.
 Steps are counted from 0, as in all files of a run."""
 
@@ -22,7 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-GREEN = (194, 120, 40)  # backgrounds among the 256 colours, pale to strong
+GREEN = (194, 120, 40)  # backgrounds among the 256 colors, pale to strong
 RED = (224, 210, 196)
 
 # --- what other tools use, too ----------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ def printable(text):
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-# --- colours ----------------------------------------------------------------------------------------------------------
+# --- colors ----------------------------------------------------------------------------------------------------------
 
 
 def paint(text, value, limits, is_plain):
@@ -115,7 +115,7 @@ def values_of(run, step, color):
     from safetensors import safe_open
     from safetensors.torch import load_file
 
-    from trainer import Batch, add_advantages  # slow to import, and only for colours
+    from trainer import Batch, add_advantages  # slow to import, and only for colors
 
     with safe_open(run / "batches" / f"step_{step:06d}.safetensors", "pt") as f:
         columns = {name: f.get_tensor(name) for name in f.keys()}
@@ -132,7 +132,7 @@ def values_of(run, step, color):
 
 
 def tokens_of(run, line, tokenizer, color, is_plain):
-    """The samples of a rollout as text with coloured tokens; "" where it was not trained on."""
+    """The samples of a rollout as text with colored tokens; "" where it was not trained on."""
     found = values_of(run, line["step"], color)
     if not found:
         return ""
@@ -154,7 +154,7 @@ def tokens_of(run, line, tokenizer, color, is_plain):
 
 
 def chosen(run, args):
-    """Lines of rollouts.jsonl as asked; where bounds are given only what has a reward, with colours what was trained
+    """Lines of rollouts.jsonl as asked; where bounds are given only what has a reward, with colors what was trained
     on."""
     wanted = {"step": args.step, "env": args.env, "example": args.row}
     low = -math.inf if args.min_reward is None else args.min_reward

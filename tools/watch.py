@@ -132,7 +132,7 @@ def judge(name, groups):
         remedy = 'take harder rows (env.args), or orchestrator.order = "orders:Difficulty" and retire_after'
         is_ok = tell(False, f"{name}: too easy: {percent(solved)} is solved (limit 80 %), {about}", remedy)
     else:
-        is_ok = tell(True, f"{name}: {percent(solved)} is solved, {about}")
+        is_ok = tell(True, f"{name}: neither too hard nor too easy: {about}")
     varied = sum(len(set(group)) > 1 for group in rewards)
     remedy = "raise orchestrator.rollouts_per_example or sampling.temperature, or make the reward finer"
     if varied > len(groups) / 10:

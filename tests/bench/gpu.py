@@ -1,4 +1,4 @@
-"""Training steps at Qwen3's shapes with random weights on one GPU: tokens/s, model FLOPs utilisation, peak memory.
+"""Training steps at Qwen3's shapes with random weights on one GPU: tokens/s, model FLOPs utilization, peak memory.
 
     python gpu.py          # without a GPU: "not measured"
     python gpu.py --toy    # the same code at toy size, on any device
@@ -53,7 +53,7 @@ def make_policy(cfg, shape, device):
         trainer.load_model = kept
 
 
-def utilisation(policy, lens, lora, seconds):
+def utilization(policy, lens, lora, seconds):
     """-> share of the GPU's peak, None where that is not known. Model FLOPs: 6 per parameter and token (4 where most
     are frozen), and causal attention; no recomputation."""
     import torch
@@ -100,7 +100,7 @@ def measure(shape, lora, recompute, tokens, steps=4):
             torch.cuda.synchronize()
         found.append(metrics | {"seconds": time.perf_counter() - began})
     last = found[-1]
-    last["perf/mfu"] = utilisation(policy, batch.lens.tolist(), lora, last["time/train_s"])
+    last["perf/mfu"] = utilization(policy, batch.lens.tolist(), lora, last["time/train_s"])
     torch.distributed.destroy_process_group()
     return statistics.median_low(m["seconds"] for m in found[1:]), last
 
@@ -129,7 +129,7 @@ def main(toy):
         rows.append(row(about, rate, "tokens/s"))
         if metrics["perf/mfu"]:
             mfu = metrics["perf/mfu"] * metrics["time/train_s"] / seconds
-            rows.append(row("  model FLOPs utilisation", 100 * mfu, "%", ">= 45" if shape == "4B" and lora else ""))
+            rows.append(row("  model FLOPs utilization", 100 * mfu, "%", ">= 45" if shape == "4B" and lora else ""))
         rows.append(row("  peak memory", metrics["perf/peak_gib"], "GiB"))
         if published:
             goal = GOAL.get((shape, lora, tokens))
