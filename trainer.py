@@ -15,7 +15,8 @@ Left out of it: the division by the group's deviation, the KL to a reference (tr
 them back), and PPO's clip: the default loss, CISPO, caps the importance weight, so no token loses its gradient.
 
 Shapes: N loss tokens, B rows, W places in a row, T tokens of a batch, G rollouts of a group, D hidden, V vocabulary.
-logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); ref_logp: the KL reference.
+logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); ref_logp: the KL reference
+(configs/reference.py).
 """
 
 import json
@@ -28,7 +29,6 @@ import zlib
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from datetime import timedelta
-from itertools import accumulate, zip_longest
 from pathlib import Path
 
 import httpx
@@ -161,8 +161,8 @@ def build_policy(cfg):
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         fsdp.register_fsdp_forward_method(policy, "plain")
-    # The reference is the policy as it starts; LoRA's starts at B = 0, the base model.
-    policy.ref = [p.detach().clone() for p in trained(policy).values()] if t.beta else None
+    if t.beta:
+        named("reference:remember", {})(policy)
     return policy.train()
 
 
@@ -263,40 +263,25 @@ ADVANTAGES = {
 }
 
 
-def compute_advantages(groups, name, gamma=1.0):
-    """[[{"reward": float, "turn_rewards": list or None, "num_turns": int}, ...], ...] -> for each rollout a list of one
-    advantage; with turn rewards, or gamma < 1, of one for each of its turns, from the turn's discounted return-to-go.
-
-    The baseline of turn t is over the whole group, where a rollout that ended before t counts 0. So it does not depend
-    on when the rollout itself stops; a mean over those still going would be a bonus for going on (verl RFC 7244)."""
-
-    def returns(member):
-        turns = member.get("turn_rewards") or [0.0] * (member["num_turns"] - 1) + [member["reward"]]
-        return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
-
-    function, table = named(name, ADVANTAGES), []
-    rewards = torch.tensor([m["reward"] for group in groups for m in group], dtype=torch.float64)
-    scale = rewards.std(correction=0).item() + 1e-4 if name == "batch_std" else 1.0
-    for group in groups:
-        by_turn = gamma < 1 or any(m.get("turn_rewards") for m in group)
-        rows = [returns(m) if by_turn else [m["reward"]] for m in group]
-        columns = (torch.tensor(r_G, dtype=torch.float64) for r_G in zip_longest(*rows, fillvalue=0.0))
-        adv_GT = zip(*((function(r_G, group) / scale).tolist() for r_G in columns))
-        table.append([list(adv_T[: len(row)]) for adv_T, row in zip(adv_GT, rows)])
-    return table
+def compute_advantages(groups, name):
+    """[[a rollout's metadata, with its reward, ...], ...] -> [[its advantage, ...], ...]"""
+    rewards = [torch.tensor([member["reward"] for member in group], dtype=torch.float64) for group in groups]
+    scale = torch.cat(rewards).std(correction=0) + 1e-4 if name == "batch_std" else 1.0
+    return [(named(name, ADVANTAGES)(r_G, group) / scale).tolist() for r_G, group in zip(rewards, groups)]
 
 
 def add_advantages(batch, t):
     """-> the batch with a column adv: each token has its rollout's advantage, or its turn's; demonstrations have 1."""
+    if t.gamma < 1 or any(s.get("turn_rewards") for s in batch.samples):
+        return named("turns:add_advantages", {})(batch, t, add_advantages)
     groups, keys = {}, [(s.get("env"), s.get("group"), s.get("rollout")) for s in batch.samples]
     for key, s in zip(keys, batch.samples):
         groups.setdefault(key[:2], {})[key] = s  # of a fork: any
-    adv_of = dict.fromkeys(keys, [1.0])
+    adv_of = dict.fromkeys(keys, 1.0)
     if t.loss != "sft":
-        table = compute_advantages([list(group.values()) for group in groups.values()], t.advantage, t.gamma)
+        table = compute_advantages([list(group.values()) for group in groups.values()], t.advantage)
         adv_of = {key: adv for group, row in zip(groups.values(), table) for key, adv in zip(group, row)}
-    turns = zip(keys, batch.columns["turn"].long().split(batch.lens.tolist()))
-    adv_T = torch.cat([torch.tensor(adv_of[k])[turn_T.clamp(max=len(adv_of[k]) - 1)] for k, turn_T in turns]).float()
+    adv_T = torch.tensor([adv_of[key] for key in keys]).repeat_interleave(batch.lens)
     require(adv_T.isfinite().all(), 4, f"trainer.advantage = {t.advantage!r}: not finite for some tokens")
     return batch._replace(columns=batch.columns | {"adv": adv_T})
 
@@ -329,24 +314,10 @@ def compute_loss(micro, logp_N, entropy_N, cfg):
     return loss_N, {"policy/clip_frac": is_clipped_N}
 
 
-@torch.no_grad()
 def add_columns(policy, micros, cfg):
     """HACK HERE: columns that need a pass, or all of a step's micro-batches, before the first update -> micros. The KL
-    reference is one, without dropout."""
-    if policy.ref:
-        swap(policy)
-        micros = [micro | {"ref_logp_N": policy.eval()(micro)[0]} for micro in micros]
-        swap(policy.train())
-    return micros
-
-
-def swap(policy):
-    """Exchanges trained and reference parameters in place: the policy module then computes the reference."""
-    if policy.device.type == "cuda":  # with offload copies to the GPU may still read them
-        torch.cuda.synchronize()
-    for p, r in zip(trained(policy).values(), policy.ref):
-        kept = local(p.data).clone()
-        local(p.data).copy_(local(r)), local(r).copy_(kept)
+    reference of configs/reference.py is one."""
+    return named("reference:add_columns", {})(policy, micros, cfg) if cfg.trainer.beta else micros
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -384,7 +355,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     non-finite gradient changes nothing, on any rank."""
     t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
     weigh, params = named(t.importance, {"": lambda loss: loss}), list(trained(policy).values())
-    loss_function = weigh(named(t.loss, {t.loss: compute_loss}))
+    penalize = named("reference:penalized" if t.beta else "", {"": lambda loss: loss})
+    loss_function = penalize(weigh(named(t.loss, {t.loss: compute_loss})))
     optimizer.param_groups[0]["lr"] = lr = learning_rate(step, t, cfg.run.max_steps)
     scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
     logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
@@ -400,10 +372,6 @@ def train_step(policy, optimizer, batch, step, cfg):
             micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), logp_N.detach(), micro["old_logp_N"])
             # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
             loss_N, logs = loss_function(micro, logp_N, entropy_N, t)
-            if policy.ref:  # KL(policy || reference) as k3 (joschu.net/blog/kl-approx.html)
-                log_r_N = micro["ref_logp_N"] - logp_N
-                logs["policy/kl_ref"] = log_r_N.exp() - log_r_N - 1
-                loss_N = loss_N + t.beta * logs["policy/kl_ref"]
             if t.replicas > 1:  # these exchange gradients once, after the last
                 policy.set_requires_all_reduce(micro is micros[-1])
             (scale / micro["tokens"] * torch.where(micro["mask_N"], loss_N, 0).sum()).backward()
@@ -678,11 +646,11 @@ def refuse_non_finite(tensors, what):
         raise RunError(5, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0]}")
 
 
-def state_of(policy, optimizer, cfg):
-    """{name: tensor, or a rank's part} of what training changes: parameters, optimizer, a moving reference, extra."""
+def state_of(policy, optimizer):
+    """{name: tensor, or a rank's part} of what training changes: parameters, optimizer, extra."""
     found = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
-    for i, (name, p) in enumerate(trained(policy).items()):
-        found |= {f"policy/{name}": p.detach()} | ({f"ref/{name}": policy.ref[i]} if cfg.trainer.ref_sync_steps else {})
+    for name, p in trained(policy).items():
+        found[f"policy/{name}"] = p.detach()
         found |= {f"optimizer/{name}/{k}": x for k, x in optimizer.state[p].items() if isinstance(x, torch.Tensor)}
     return found
 
@@ -701,7 +669,7 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     """Every rank writes its part, whatever number of ranks reads it again; rank 0 adds state.json with the shards'
     checksums and the orchestrator's ledger. One rename makes it exist; then the oldest go. Collective."""
     path, is_first = run_dir / "checkpoints" / f"step_{step:06d}", dist.get_rank() == 0
-    tmp, tensors = path.with_suffix(".tmp"), state_of(policy, optimizer, cfg)
+    tmp, tensors = path.with_suffix(".tmp"), state_of(policy, optimizer)
     refuse_non_finite(tensors, path)
     if is_first:
         shutil.rmtree(tmp, ignore_errors=True)
@@ -730,10 +698,12 @@ def load_checkpoint(path, policy, optimizer, cfg):
     get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
     policy.extra |= state["extra"]
     reader = dcp.HuggingFaceStorageReader(str(path))
-    for name, about in reader.read_metadata().state_dict_metadata.items():
-        if name.startswith("extra/"):  # tensors of a recipe, which may make them later than this
-            policy.extra[name[6:]] = torch.zeros(about.size, dtype=about.properties.dtype, device=policy.device)
-    dcp.load(state_of(policy, optimizer, cfg), storage_reader=reader)
+    saved, like = reader.read_metadata().state_dict_metadata, {"device": policy.device}
+    for name in saved:  # a recipe may make its tensors later than this,
+        if name.startswith("extra/") and name[6:] not in policy.extra:
+            policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
+    tensors = state_of(policy, optimizer)  # or be new in this run
+    dcp.load({k: x for k, x in tensors.items() if k in saved or k[:6] != "extra/"}, storage_reader=reader)
     return state["step"]
 
 
@@ -820,8 +790,6 @@ def main(argv):
         what = f"loss {metrics['loss']}, KL(sampler || policy) {metrics['policy/kl_sampler']} nats at step {step}"
         require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row: {what}")
         step += 1
-        if t.ref_sync_steps and step % t.ref_sync_steps == 0:  # TR-DPO, 2404.09656
-            torch._foreach_lerp_(policy.ref, [p.detach() for p in trained(policy).values()], t.ref_sync_alpha)
         # 3. The new weights go to the servers, whose rollouts of the next batches go on.
         metrics |= {} if replay else publish(sender, policy, step, cfg, batch)
         if is_first:

@@ -1,0 +1,34 @@
+"""Credit by turn: where a reward function returns a list, one reward per turn, or trainer.gamma is below 1. Each turn
+then has an advantage of its own, from its discounted return-to-go; with neither, a rollout has one.
+
+The baseline of turn k is over the whole group, where a rollout that ended before k counts 0. So it does not depend on
+when the rollout itself stops; a mean over those still going would be a bonus for going on (verl RFC 7244)."""
+
+from argparse import Namespace
+from itertools import accumulate
+
+import torch
+
+
+def returns(sample, gamma):
+    """-> what each turn of its rollout earns, and what comes later, by gamma less per turn. Without rewards by turn the
+    whole reward is the last turn's."""
+    turns = sample.get("turn_rewards") or [0.0] * (sample["num_turns"] - 1) + [sample["reward"]]
+    return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
+
+
+def add_advantages(batch, t, add):
+    """-> the batch with a column adv. add: trainer.add_advantages, which is asked turn by turn with the turn's returns.
+    A group without rewards by turn, with gamma = 1, keeps one advantage per rollout."""
+    keys = [(s.get("env"), s.get("group")) for s in batch.samples]
+    by_turn = {key for key, s in zip(keys, batch.samples) if t.gamma < 1 or s.get("turn_rewards")}
+    table = [returns(s, t.gamma) if key in by_turn else None for key, s in zip(keys, batch.samples)]
+    whole, turn_T = Namespace(advantage=t.advantage, loss=t.loss, gamma=1.0), batch.columns["turn"]
+    adv_T = torch.zeros(len(turn_T))
+    for k in range(int(turn_T.max()) + 1):
+        samples = [s | {"turn_rewards": None} for s in batch.samples]
+        for s, to_go in zip(samples, table):
+            if to_go:
+                s["reward"] = to_go[k] if k < len(to_go) else 0.0
+        adv_T = torch.where(turn_T == k, add(batch._replace(samples=samples), whole).columns["adv"], adv_T)
+    return batch._replace(columns=batch.columns | {"adv": adv_T})
