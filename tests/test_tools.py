@@ -141,6 +141,23 @@ def test_a_server_that_always_fails_ends_with_4(tmp_path, models):
     assert e.value.code == 4
 
 
+def test_the_readmes_commands(tmp_path, models):
+    """Those of tools/README.md, as they stand there but for the placeholders, by a shell; then what they lead to."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    text, out = (ROOT / "tools" / "README.md").read_text(), tmp_path / "out.jsonl"
+    commands = re.findall(r"^python tools/evaluate.py .*", text, re.MULTILINE)
+    with PlainServer(counting()) as server:
+        given = {"config.toml": toml, "out.jsonl": out, "https://.../v1": server.url, "NAME": "mine", " 1000 ": " 80 "}
+        for command in commands:
+            for placeholder, value in given.items():
+                command = command.replace(placeholder, str(value))
+            env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+            subprocess.run(command, shell=True, cwd=ROOT, env=env, check=True, capture_output=True, timeout=120)
+    assert len(commands) == 3 and {body["model"] for body in server.bodies} == {"mine"}
+    assert len(lines(out)) == 80 and len(server.bodies) > 80
+    run_trainer(toml, "--replay", tmp_path / "run-offline" / "batches", "max_steps=1")
+
+
 def test_generate_then_train_offline(tmp_path, models, capsys):
     """Rollouts of a plain server -> JSON Lines -> batches -> trainer.py, as rewards and as demonstrations."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
