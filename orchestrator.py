@@ -341,7 +341,6 @@ def commit_batch(n, groups, orders, run_dir, cfg):
     with open(run_dir / "rollouts.jsonl", "a") as f:
         f.writelines(line + "\n" for line in lines)
     info = {"run": configs.identity(cfg), "step": n, "max_tokens": cfg.sampling.max_tokens}
-    info["max_staleness"] = max([cfg.orchestrator.max_staleness, *(s["age"] for s in samples)])
     info["rollouts"] = len({(s["env"], s["group"], s["rollout"]) for s in samples})
     info["dropped"] = {f"{g.env}:{g.index}": g.dropped for g in groups if g.dropped}
     info |= {"metrics": rollout_metrics(groups, samples), "ledger": {name: o.ledger() for name, o in orders.items()}}

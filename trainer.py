@@ -189,7 +189,7 @@ SHAPES = {"cpu": (4, 128), "cuda": (64, 1024)}  # widths are multiples of; a pas
 
 def load_batch(path, cfg=None, step=None):
     """Waits for the file, whose format is orchestrator.save_batch's, and reads it -> Batch. cfg and step, where it is
-    not a replay: this run's. Raises RunError for what is damaged, of another run or step, or too old."""
+    not a replay: this run's. Raises RunError for what is damaged, or of another run or step."""
     while not path.exists():
         time.sleep(0.01)
     try:
@@ -203,9 +203,7 @@ def load_batch(path, cfg=None, step=None):
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
     if cfg:
         refuse_other(info["run"], cfg, path)
-        age = max(s["age"] for s in samples)
-        is_right = info["step"] == step and age <= info["max_staleness"]
-        require(is_right, 4, f"{path} holds batch {info['step']}, {age} versions old")
+        require(info["step"] == step, 4, f"{path} holds batch {info['step']}")
     names = {k for s in samples for k, v in s.items() if isinstance(v, int | float)}
     fields = {k: torch.tensor([math.nan if s.get(k) is None else float(s[k]) for s in samples]) for k in names}
     return Batch(columns, fields, lens, samples, info)

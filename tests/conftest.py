@@ -131,7 +131,7 @@ def batches(tmp_path):
         path = tmp_path / "saved"
         path.mkdir(exist_ok=True)
         for n in range(num):
-            info = {"run": {"run": "test"}, "step": n, "rollouts": 12, "max_tokens": 16, "max_staleness": 1}
+            info = {"run": {"run": "test"}, "step": n, "rollouts": 12, "max_tokens": 16}
             save_batch(path / f"step_{n:06d}.safetensors", make_samples(seed=n, **kwargs), info)
         return path
 

@@ -266,7 +266,7 @@ def write_offline(path, min_reward, cfg):
         size += len(group)
         if size >= cfg.orchestrator.batch_size or g == len(groups) - 1:
             info = {"run": configs.identity(cfg), "step": n, "offline": True, "rollouts": size}
-            info |= {"max_tokens": cfg.sampling.max_tokens, "max_staleness": 0}
+            info |= {"max_tokens": cfg.sampling.max_tokens}
             save_batch(place / f"step_{n:06d}.safetensors", samples, info)
             n, samples, size = n + 1, [], 0
     print(f"{n} batches in {place}; left out: {dict(+dropped) or 'nothing'}")
