@@ -32,6 +32,12 @@ class DataError(ValueError):
     code = 4  # the run's exit code
 
 
+def ensure(is_so, problem):
+    """DataError where it is not so."""
+    if not is_so:
+        raise DataError(problem)
+
+
 parameters = functools.cache(lambda function: inspect.signature(function).parameters)  # which is slow to read
 
 
@@ -55,8 +61,7 @@ def load_rows(source, name="dataset"):
     also as JSON text), difficulty, task. Raises DataError that names the first bad row or line."""
     source, checked_rows = source() if callable(source) else source, []
     is_file = isinstance(source, str | Path)
-    if is_file and not Path(source).is_file():
-        raise DataError(f"{name}: no file {source}")
+    ensure(not is_file or Path(source).is_file(), f"{name}: no file {source}")
     rows = Path(source).read_text(encoding="utf-8", errors="replace").split("\n") if is_file else list(source)
     for i, row in enumerate(rows):
         if is_file and not row.strip():
@@ -66,24 +71,19 @@ def load_rows(source, name="dataset"):
         except ValueError as e:  # JSON's is one, too
             where = f"line {i + 1} of {source}" if is_file else f"{name}[{i}]"
             raise DataError(f"{where}: {e}: {str(row)[:200]}") from None
-    if not checked_rows:
-        raise DataError(f"{name} is empty")
+    ensure(checked_rows, f"{name} is empty")
     return checked_rows
 
 
 def check_row(row):
-    """-> the row, its info as a dict; ValueError says what is wrong with it."""
-    if not isinstance(row, dict):
-        raise ValueError("is no dict")
+    """-> the row, its info as a dict; DataError says what is wrong with it."""
+    ensure(isinstance(row, dict), "is no dict")
     prompt, info = row.get("prompt") or row.get("question"), row.get("info") or {}
-    if not prompt:
-        raise ValueError("has neither 'prompt' nor 'question'")
-    is_messages = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m for m in prompt)
-    if not isinstance(prompt, str) and not (is_messages and row.get("prompt")):
-        raise ValueError("has a question that is no text, or a prompt that is neither text nor messages with roles")
+    ensure(prompt, "has neither 'prompt' nor 'question'")
+    is_messages = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+    ensure(isinstance(prompt, str) or is_messages, "has a question that is no text, or a prompt of no text or roles")
     info = json.loads(info) if isinstance(info, str) else info
-    if not isinstance(info, dict):
-        raise ValueError("has an 'info' that is no dict")
+    ensure(isinstance(info, dict), "has an 'info' that is no dict")
     return row | ({"info": info} if "info" in row else {})
 
 
@@ -111,8 +111,7 @@ class Rubric:
 
     def __init__(self, funcs=(), weights=None, parser=None, **objects):
         weights = [1.0] * len(funcs) if weights is None else weights
-        if len(weights) != len(funcs):
-            raise ValueError(f"Rubric: {len(weights)} weights for {len(funcs)} functions")
+        ensure(len(weights) == len(funcs), f"Rubric: {len(weights)} weights for {len(funcs)} functions")
         self.parts, self.objects = [], objects | ({"parser": parser} if parser else {})
         for func, weight in zip(funcs, weights):
             self.add_reward_func(func, weight)

@@ -46,8 +46,7 @@ class Client:
         self.cfg, self.urls, self.version = cfg, list(cfg.inference.urls), -1
         self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)  # the name under which the servers serve
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
-        limit = aiohttp.ClientTimeout(cfg.orchestrator.generation_timeout)
-        self.session = aiohttp.ClientSession(timeout=limit, connector=aiohttp.TCPConnector(limit=0))
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
 
     async def follow(self, path):
         """Keeps self.version at what the trainer declared live."""
@@ -290,9 +289,7 @@ async def fill(order, num, n, job, cfg):
             groups.append(group)
         groups.append(group)
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(num):
-            tasks.create_task(slot())
+    await asyncio.gather(*(slot() for _ in range(num)))
     return sorted(groups, key=lambda group: group.index)
 
 

@@ -29,6 +29,7 @@ import zlib
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers
 from safetensors.torch import load, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -109,8 +111,7 @@ class Policy(nn.Module):
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
         weights = {name: p.float() for name, p in self.model.get_output_embeddings().named_parameters()}
         chunks = zip(*(x.split(self.CHUNK // self.model.config.get_text_config().vocab_size or 1) for x in parts))
-        logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
-        return torch.cat(logp), torch.cat(entropy)
+        return torch.cat([checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks], 1).unbind()
 
     def plain(self, row):
         """-> logp of a row's tokens but the first, by the model's own forward: what check_policy compares with."""
@@ -121,12 +122,10 @@ class Policy(nn.Module):
 
 def load_model(cfg):
     """The model without dropout of its own: else old and new log-probabilities are of two networks."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(cfg.run.model)
+    path, config = cfg.run.model, transformers.AutoConfig.from_pretrained(cfg.run.model)
     text, dtype = config.get_text_config(), DTYPES[cfg.trainer.dtype] if cfg.trainer.use_lora else torch.float32
     text.update({key: 0.0 for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)})
-    model = AutoModelForCausalLM.from_pretrained(cfg.run.model, config=config, dtype=dtype).requires_grad_(False)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).requires_grad_(False)
     for part in (model.get_decoder(), model.get_output_embeddings()):  # not what a composite model has for images
         part.requires_grad_(True)
     return model
@@ -182,8 +181,8 @@ def full(tensor):
 
 # --- a batch: from the orchestrator's file to rectangles --------------------------------------------------------------
 
-# columns: {name: [T]}, a value per token; fields: {name: [S]}, the numbers among `samples`, which is the metadata
-Batch = namedtuple("Batch", "columns fields lens samples info")
+# columns: {name: [T]}, a value per token; of `samples`, which is the metadata, the numbers are columns, too
+Batch = namedtuple("Batch", "columns lens samples info")
 SHAPES = {"cpu": (4, 128), "cuda": (64, 1024)}  # widths are multiples of; a pass costs as much as so many tokens
 
 
@@ -205,8 +204,8 @@ def load_batch(path, cfg=None, step=None):
         refuse_other(info["run"], cfg, path)
         require(info["step"] == step, 4, f"{path} holds batch {info['step']}")
     names = {k for s in samples for k, v in s.items() if isinstance(v, int | float)}
-    fields = {k: torch.tensor([math.nan if s.get(k) is None else float(s[k]) for s in samples]) for k in names}
-    return Batch(columns, fields, lens, samples, info)
+    columns |= {k: torch.tensor(np.array([s.get(k) for s in samples], "f4")).repeat_interleave(lens) for k in names}
+    return Batch(columns, lens, samples, info)
 
 
 def cut(lens, budget, ranks, multiple, overhead):
@@ -230,8 +229,8 @@ def cut(lens, budget, ranks, multiple, overhead):
 
 
 def collate(batch, indices, device):
-    """Samples -> a right-padded rectangle and, at its N loss tokens, every column and field as <name>_N. Without a loss
-    token there is one filler with mask_N = False, so that every rank makes the same number of passes."""
+    """Samples -> a right-padded rectangle and, at its N loss tokens, every column as <name>_N. Without a loss token
+    there is one filler with mask_N = False, so that every rank makes the same number of passes."""
     index_B, tokens_T, multiple = torch.tensor(indices or [0]), batch.columns["tokens"], SHAPES[device.type][0]
     lens_B = batch.lens[index_B] * bool(indices)
     place_W = torch.arange(-(-max(2, int(lens_B.max())) // multiple) * multiple)
@@ -243,7 +242,6 @@ def collate(batch, indices, device):
     row_N, place_N = is_loss_BW.nonzero(as_tuple=True)
     at_N = at_BW[row_N, place_N]
     micro = {"temperature_N": torch.ones(len(row_N))} | {f"{name}_N": x[at_N] for name, x in batch.columns.items()}
-    micro |= {f"{name}_N": field[index_B][row_N] for name, field in batch.fields.items()}
     micro |= {"ids_BW": torch.where(is_real_BW, tokens_T[at_BW], 0).long(), "target_N": tokens_T[at_N].long()}
     micro["index_N"] = row_N * len(place_W) + place_N - 1  # the place before each loss token, in the flat rectangle
     micro |= {"at_N": at_N, "sample_N": row_N, "mask_N": torch.full_like(row_N, not is_empty, dtype=torch.bool)}
@@ -289,9 +287,9 @@ EPSILON = {"grpo": (0.2, 0.28), "dr_grpo": (0.2, 0.2)}  # DAPO 2503.14476; 2503.
 
 def compute_loss(micro, logp_N, entropy_N, cfg):
     """HACK HERE: loss per token and values to log -> (loss_N, {metric: value_N}); "module:function" in trainer.loss
-    names another one (configs/losses.py has some). micro holds every column and field at the loss tokens: adv_N,
-    old_logp_N, reward_N, age_N, sample_N (the row), ..., mask_N (False on filler), and of the whole step, over all
-    ranks, the numbers tokens, samples, rollouts and max_tokens. cfg is the [trainer] table.
+    names another one (configs/losses.py has some). micro holds every column at the loss tokens: adv_N, old_logp_N,
+    reward_N, age_N, sample_N (the row), ..., mask_N (False on filler), and of the whole step, over all ranks, the
+    numbers tokens, samples, rollouts and max_tokens. cfg is the [trainer] table.
 
     The step divides the sum of loss_N by `tokens`; a loss with another divisor multiplies by its share. So a bonus or
     a KL is a token mean whatever the loss divides by. Below, r = pi / pi_old, A the advantage, sg no gradient."""
@@ -418,12 +416,8 @@ def sampler_weights(model, dtype, adapters):
 def make_group(store, rank, spec):
     """A process group beside torch's default one, which vLLM has for itself. Its own limit is twice that of the waits
     on it: NCCL would else end the process before the error is told."""
-    store, limit = dist.PrefixStore("weights", store), timedelta(seconds=2 * spec["timeout_s"])
-    if spec["backend"] == "gloo":
-        return dist.ProcessGroupGloo(store, rank, spec["size"], limit)
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = limit
-    return dist.ProcessGroupNCCL(store, rank, spec["size"], options)
+    kind = dist.ProcessGroupGloo if spec["backend"] == "gloo" else dist.ProcessGroupNCCL
+    return kind(store, rank, spec["size"], timedelta(seconds=2 * spec["timeout_s"]))
 
 
 def stream(group, device, spec, tensors=None):
@@ -431,7 +425,7 @@ def stream(group, device, spec, tensors=None):
     sender gives `tensors` themselves, all of one dtype."""
     dtype, limit = getattr(torch, spec["dtype"]), timedelta(seconds=spec["timeout_s"])
     for name, shape in spec["tensors"]:
-        tensor = tensors[name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
+        tensor = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, dtype=dtype, device=device)
         group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(limit)  # as bytes: every backend has those
         yield name, tensor
 
@@ -476,8 +470,7 @@ class WeightSender:
         try:
             reply = self.http.post(url + path, json=body)
         except httpx.TransportError as e:
-            limit = f"trainer.sync_timeout_s = {self.cfg.trainer.sync_timeout_s:g}"
-            raise RunError(3, f"{url}{path}: {type(e).__name__}: {e} ({limit})") from e
+            raise RunError(3, f"{url}{path}: {e!r} (trainer.sync_timeout_s = {self.http.timeout.read:g})") from e
         require(reply.status_code == 200, 3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
         return reply.json() if reply.text.startswith("{") else {}
 
@@ -486,7 +479,7 @@ class WeightSender:
 
     def rpc(self, method, specs):
         """Starts method in every worker of every server, with one spec each -> a future for each server."""
-        bodies = [{"method": method, "args": [json.dumps(self.spec | spec)]} for spec in specs]
+        bodies = [{"method": method, "args": [self.spec | spec]} for spec in specs]
         return [self.pool.submit(self.post, url, "/collective_rpc", body) for url, body in zip(self.urls, bodies)]
 
     def model(self, version):
@@ -494,8 +487,8 @@ class WeightSender:
         return f"{self.run_id}-v{version}" if self.cfg.sends_adapters else self.run_id
 
     def send(self, version, tensors):
-        """Broadcasts, and makes the servers use it. tensors: {checkpoint name: contiguous tensor}. A failure raises; a
-        server that got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
+        """Broadcasts, and makes the servers use it. tensors: {checkpoint name: tensor}. A failure raises; a server that
+        got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / self.model(version)
         refuse_non_finite(tensors, what)
         missing, self.names = sorted(self.names - set(tensors)), set(tensors)
@@ -515,11 +508,13 @@ class WeightSender:
             reply.result()
         if not about:
             return self.post_all("/resume")
-        self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path), "load_inplace": True})
         old = path.with_name(self.model(version - self.cfg.orchestrator.max_staleness - 2))
-        if old.exists():  # no request can name it any more
-            self.post_all("/v1/unload_lora_adapter", {"lora_name": old.name})
-            shutil.rmtree(old)
+        # One that no request can name any more, and one of this name, by a trainer before this one. 404: there is none.
+        for url, name in product(self.urls, (old.name, path.name)):
+            self.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
+        # not "load_inplace", with which vLLM 0.32 reads the file again at each of its steps
+        self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
+        shutil.rmtree(old, ignore_errors=True)
 
     def say(self, version, rows):
         """-> by server and row: SAID token ids that the policy goes on with, and their logprobs."""
@@ -532,24 +527,21 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver; called with one JSON."""
+    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver; called with one dict."""
 
     def join_weight_group(self, spec):
-        spec = json.loads(spec)
         store = dist.TCPStore(spec["host"], spec["port"], None, False, timedelta(seconds=spec["timeout_s"]), False)
         self.sync_group = make_group(store, spec["first"] + self.rank, spec)
 
     def receive_weights(self, spec):
-        spec = json.loads(spec)
         weights = stream(self.sync_group, self.device if spec["backend"] == "nccl" else "cpu", spec)
         if spec["adapter"]:
             (path, *about), tensors = spec["adapter"], dict(weights)
             return write_adapter(Path(path), tensors, *about) if self.rank == 0 else None
         try:
             self.reload_weights(weights_iterator=weights)
-        except Exception:
+        finally:
             deque(weights, 0)  # the sender is not to wait for who listens no more
-            raise
         for module in self.model_runner.model.modules() if self.device.type == "cpu" else ():
             method = getattr(module, "quant_method", None)  # vLLM 0.32 does not pack again what it packs for a CPU:
             if getattr(method, "moe_kernel", None):  # experts,
@@ -562,19 +554,18 @@ def score(policy, rows, firsts=(1, 1, 1, 1)):
     """-> logp, in one rectangle, of each row's tokens from number `first` on."""
     mask_T = torch.cat([torch.arange(len(row)) >= first for row, first in zip(rows, firsts)])
     columns, lens = {"tokens": torch.tensor(sum(rows, [])), "mask": mask_T}, torch.tensor([len(row) for row in rows])
-    return policy(collate(Batch(columns, {}, lens, [], {}), list(range(len(rows))), policy.device))[0]
+    return policy(collate(Batch(columns, lens, [], {}), list(range(len(rows))), policy.device))[0]
 
 
-def gap(diff_N, t):
-    """|diff| in nats, and what it may be: the largest in fp32, the mean in 16 bits."""
-    return (diff_N.abs().max().item(), 1e-3) if t.dtype == "fp32" else (diff_N.abs().mean().item(), 0.05)
+def gap(diff_N, t, most=0):
+    """Of differences in nats the largest in fp32, the mean in 16 bits, and what it may be."""
+    return (diff_N.max().item(), most or 1e-3) if t.dtype == "fp32" else (diff_N.mean().item(), most or 0.05)
 
 
 def random_rows(policy, cfg):
     """Token ids in rows of different lengths: nothing may leak from row to row."""
     draw, vocab = torch.Generator().manual_seed(0), policy.model.config.get_text_config().vocab_size
-    share = min(1, (cfg.run.max_seq_len - SAID) / max(CANARY))
-    return [torch.randint(vocab, (max(2, int(n * share)),), generator=draw).tolist() for n in CANARY]
+    return [torch.randint(vocab, [max(2, min(n, cfg.run.max_seq_len - SAID))], generator=draw).tolist() for n in CANARY]
 
 
 @torch.no_grad()
@@ -588,7 +579,7 @@ def check_policy(policy, cfg):
     pairs["a row's length changes its first tokens (RoPE, or no causal model)"] = score(policy, [longest]), own[-1]
     pairs["rows of a rectangle mix"] = score(policy, rows), torch.cat(own)
     for what, (a_N, b_N) in pairs.items():
-        value, limit = gap(a_N[: len(b_N)] - b_N, cfg.trainer)
+        value, limit = gap((a_N[: len(b_N)] - b_N).abs(), cfg.trainer)
         require(value <= limit, 2, f"model = {cfg.run.model!r}: {what}: {value:.2g} nats, at most {limit:g}")
 
 
@@ -601,32 +592,26 @@ def canary(sender, policy, version, cfg, batch=None):
     for i in range(0, len(batch.lens), len(batch.lens) // len(CANARY) or 1) if batch else ():
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
         rows.append(tokens[: max(1, min(int(mask.int().argmax()), cfg.run.max_seq_len - SAID))].tolist())
-    said, rows = sender.say(version, rows) if sender else [], rows * len(cfg.inference.urls)
-    said_BS = torch.tensor([ids for ids, _ in said] or [[0] * SAID] * len(rows), device=policy.device)
-    dist.broadcast(said_BS, 0)  # rank 0 alone has heard it
-    texts, firsts = [a + b for a, b in zip(rows, said_BS.tolist())], [len(row) for row in rows]
-    logp_N = score(policy.eval(), texts, firsts)
+    said = sender.say(version, rows) if sender else [([0], [])]  # other ranks only take part in the forward
+    pairs = list(zip(rows * len(cfg.inference.urls), said))
+    logp_N = score(policy.eval(), [row + ids for row, (ids, _) in pairs], [len(row) for row, _ in pairs])
     policy.train()
     if not sender:
         return {}
     diff_N = (logp_N - torch.tensor([x for _, logps in said for x in logps], device=policy.device)).abs()
-    value, limit = gap(diff_N, cfg.trainer)
+    value, limit = gap(diff_N, cfg.trainer, cfg.trainer.max_sync_dlogp)
     metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
-    is_same = value <= (cfg.trainer.max_sync_dlogp or limit)
-    require(is_same, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
+    require(value <= limit, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
     return metrics
 
 
 def publish(sender, policy, version, cfg, batch=None):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers, under the
     names of the checkpoint: experts one by one, and the prefix that a composite model has there."""
-    from transformers.core_model_loading import revert_weight_conversion
-
     started, dtype = time.perf_counter(), DTYPES[cfg.trainer.dtype]
     tensors = {name: w for name, w in sampler_weights(policy.model, dtype, cfg.sends_adapters) if sender}
     if sender:
-        tensors = revert_weight_conversion(policy.model, tensors)
-        sender.send(version, {name: w.contiguous() for name, w in tensors.items()})
+        sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
     metrics = canary(sender, policy, version, cfg, batch)
     if sender:
         (tmp := sender.run_dir / "version.tmp").write_text(str(version))
@@ -687,11 +672,10 @@ def load_checkpoint(path, policy, optimizer, cfg):
     there = shards(path)
     try:
         state = json.loads((path / "state.json").read_text())
-        wrong = [name for name, crc in state["shards"].items() if there.get(name) != crc]
+        wrong = sorted(name for name, _ in state["shards"].items() - there.items())
     except (OSError, ValueError):
         wrong = ["state.json"]
-    if wrong:
-        raise RunError(6, f"{path / wrong[0]} is damaged. Remove {path}, then the one before it is resumed from")
+    require(not wrong, 6, f"{path}/{', '.join(wrong)} is damaged. Remove {path}, then the one before it is used")
     refuse_other(state["run"], cfg, path)
     get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
     policy.extra |= state["extra"]
@@ -716,8 +700,6 @@ def write_adapter(path, tensors, t, model):
 
 def write_final(run_dir, policy, cfg):
     """final/: what transformers (LoRA: peft) and vLLM load. Collective."""
-    from transformers import AutoTokenizer
-
     t, final, rank = cfg.trainer, run_dir / "final", dist.get_rank()
     tensors = {name: w.cpu() for name, w in sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora) if not rank}
     if rank:
@@ -728,10 +710,8 @@ def write_final(run_dir, policy, cfg):
         policy.model.save_pretrained(final, state_dict=tensors)
         policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see
         policy.model.config.save_pretrained(final)
-    tokenizer = AutoTokenizer.from_pretrained(cfg.run.model)
-    if cfg.run.chat_template:
-        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-    tokenizer.save_pretrained(final)
+    template = {"chat_template": Path(cfg.run.chat_template).read_text()} if cfg.run.chat_template else {}
+    transformers.AutoTokenizer.from_pretrained(cfg.run.model, **template).save_pretrained(final)
 
 
 def log_step(run_dir, step, metrics, logp_T):

@@ -135,15 +135,14 @@ def checked(key, value):
         hints = [text for word, text in LIMITS["moved"].items() if word in key.split(".")]
         hints += [f"did you mean {names[near]!r}?" for near in difflib.get_close_matches(name, names, 1)]
         raise RunError(2, f"key {key!r} = {value!r}: unknown; {[*hints, 'configs/defaults.toml has all keys'][0]}")
-    kind, most, choices = type(DEFAULTS[key]), LIMITS["at_most"].get(name, 1e300), LIMITS["choices"].get(name)
+    kind, most, choices = type(DEFAULTS[key]), LIMITS["at_most"].get(name, 1e300), LIMITS["choices"].get(name, [value])
     value = float(value) if kind is float and type(value) is int else value
     is_kind = type(value) is kind and (kind is not list or all(type(item) is str for item in value))
     require(is_kind, 2, f"{start} {kind.__name__}{' of strings' * (kind is list)}, not {type(value).__name__}")
     is_number, is_needed = kind in (int, float), {name, key} & set(LIMITS["positive"].split())
     require(not is_number or 0 <= value <= most, 2, f"{start} at least 0{f' and at most {most}' * (most < 1e300)}")
     require(value or not is_needed, 2, f"{start} {'above 0' if is_number else 'given'}")
-    is_users = name in ("loss", "advantage") and ":" in value  # "module:function"
-    require(not choices or value in choices or is_users, 2, f"{start} one of {choices}")
+    require(value in choices or ("module:function" in choices and ":" in value), 2, f"{start} one of {choices}")
     return value
 
 

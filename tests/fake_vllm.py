@@ -137,12 +137,14 @@ class Server(WeightReceiver):
 
     async def load_adapter(self, request):
         body = await request.json()
+        if body["lora_name"] in self.model_runner.adapters:
+            return web.json_response({"error": "has already been loaded"}, status=400)
         self.model_runner.load_adapter(body["lora_name"], body["lora_path"])
         return web.Response(text="Success")
 
     async def unload_adapter(self, request):
-        del self.model_runner.adapters[(await request.json())["lora_name"]]
-        return web.Response(text="Success")
+        found = self.model_runner.adapters.pop((await request.json())["lora_name"], None)
+        return web.Response(status=200 if found else 404)
 
     async def health(self, request):
         found = {"requests": self.num_requests, "most": self.most, "paused": not self.running.is_set()}

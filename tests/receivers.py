@@ -1,7 +1,5 @@
 """Receivers that fail on purpose, for tests/test_vllm.py."""
 
-import json
-
 from trainer import WeightReceiver
 
 
@@ -9,13 +7,13 @@ class StaleHead(WeightReceiver):
     """Where the specification says so, leaves vLLM's packed copy of a tied head as reload_weights left it, or fails."""
 
     def receive_weights(self, spec):
-        if json.loads(spec).get("fail"):
+        if spec.get("fail"):
             self.reload_weights = self.load_one_and_fail
             try:
                 return super().receive_weights(spec)
             finally:
                 del self.reload_weights
-        if not json.loads(spec).get("stale_head"):
+        if not spec.get("stale_head"):
             return super().receive_weights(spec)
         method = self.model_runner.model.lm_head.quant_method
         method.process_weights_after_loading = lambda head: None

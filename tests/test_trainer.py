@@ -141,7 +141,7 @@ def by_turn(groups, name="mean", gamma=1.0):
         m | {"env": "e", "group": g, "rollout": i} for g, group in enumerate(groups) for i, m in enumerate(group)
     ]
     lens = torch.tensor([s["num_turns"] for s in samples])
-    batch = trainer.Batch({"turn": torch.cat([torch.arange(n) for n in lens])}, {}, lens, samples, {})
+    batch = trainer.Batch({"turn": torch.cat([torch.arange(n) for n in lens])}, lens, samples, {})
     t = SimpleNamespace(advantage=name, gamma=gamma, loss="cispo")
     rows = iter(x.tolist() for x in trainer.add_advantages(batch, t).columns["adv"].split(lens.tolist()))
     return [[next(rows) for _ in group] for group in groups]
@@ -594,7 +594,7 @@ def test_tokens_that_the_model_has_not_are_refused(change, message, make_cfg, tm
     sample = {"tokens": [5] * 9, "mask": [0] + [1] * 8, "old_logp": [-1.0] * 9, "turn": [0] * 9, "reward": 1.0}
     batch = batch_of(tmp_path, [sample, sample | {"reward": 0.0}, sample])
     last = {k: torch.tensor(v, dtype=batch.columns[k].dtype) for k, v in (sample | change).items() if k != "reward"}
-    columns = {k: torch.cat([x[:18], last[k]]) for k, x in batch.columns.items()}
+    columns = {k: torch.cat([x[:18], last[k]]) for k, x in batch.columns.items() if k in last}
     batch = batch._replace(columns=columns, lens=torch.tensor([9, 9, len(last["tokens"])]))
     with pytest.raises(RunError, match=message) as e:
         gradients(make_cfg(), batch)

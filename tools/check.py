@@ -61,7 +61,7 @@ def longest_batch(cfg, vocab):
     }
     samples = [{"group": 0, "rollout": i, "reward": i % 2, "num_turns": 1} for i in range(num)]
     info = {"rollouts": num, "max_tokens": length}
-    return trainer.Batch(columns, {}, torch.full((num,), length), samples, info)
+    return trainer.Batch(columns, torch.full((num,), length), samples, info)
 
 
 def check_memory(policy, cfg):

@@ -120,7 +120,7 @@ def values_of(run, step, color):
     with safe_open(run / "batches" / f"step_{step:06d}.safetensors", "pt") as f:
         columns = {name: f.get_tensor(name) for name in f.keys()}
         samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
-    batch = Batch(columns, {}, columns.pop("lens").long(), samples, info)
+    batch = Batch(columns, columns.pop("lens").long(), samples, info)
     if color == "advantage":
         config = tomllib.loads((run / "config.toml").read_text())
         values = add_advantages(batch, SimpleNamespace(**config["trainer"])).columns["adv"]
