@@ -111,7 +111,8 @@ class Policy(nn.Module):
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
         weights = {name: p.float() for name, p in self.model.get_output_embeddings().named_parameters()}
         chunks = zip(*(x.split(self.CHUNK // self.model.config.get_text_config().vocab_size or 1) for x in parts))
-        return torch.cat([checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks], 1).unbind()
+        logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
+        return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them
 
     def plain(self, row):
         """-> logp of a row's tokens but the first, by the model's own forward: what check_policy compares with."""
