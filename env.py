@@ -18,7 +18,6 @@ import inspect
 import json
 import numbers
 import re
-import sys
 from pathlib import Path
 
 import pydantic
@@ -272,9 +271,7 @@ def tool_schema(function):
     return {"type": "function", "function": about}
 
 
-def load_environment(id, args, beside="."):
+def load_environment(id, args):
     """load_environment(**args) of the module ("org/my-env": my_env) beside the TOML, importable, or in configs/."""
-    name = id.rsplit("/", 1)[-1].replace("-", "_")
-    sys.path[:] = [str(Path(beside).resolve()), *sys.path, str(Path(__file__).resolve().parent / "configs")]
-    env = importlib.import_module(name).load_environment(**args)
+    env = importlib.import_module(id.rsplit("/", 1)[-1].replace("-", "_")).load_environment(**args)
     return env if isinstance(env, SingleTurnEnv) else importlib.import_module("configs.verifiers_env").wrap(env)

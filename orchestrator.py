@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 import configs
-from configs import RunError, beat, named, refuse_other, require
+from configs import RunError, beat, named, refuse_other, require, served_name
 from env import Truncated, call, load_environment
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
@@ -44,7 +44,6 @@ class Client:
 
     def __init__(self, cfg):
         self.cfg, self.urls, self.version = cfg, list(cfg.inference.urls), -1
-        self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)  # the name under which the servers serve
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
 
@@ -124,7 +123,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     # cache_salt: keys and values of other weights are never reused
     body |= {"n": n, "top_k": s["top_k"] or -1, "return_token_ids": True, "cache_salt": f"{client.attempt}.{live}"}
     served = live if version is None else max(version, live - cfg.orchestrator.max_staleness)  # older ones are unloaded
-    body["model"] = f"{client.run_id}-v{served}" if cfg.sends_adapters else client.run_id
+    body["model"] = served_name(cfg, served)
     chat = {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
     body |= {"prompt": prompt, "logprobs": 0} if is_text else chat | ({"tools": tools} if tools else {})
     reply, choices = await client.post(server, f"/v1/{'' if is_text else 'chat/'}completions", body), []
@@ -455,7 +454,7 @@ def prepare(cfg):
     envs, model, template = {}, cfg.run.model, cfg.run.chat_template
     for e in cfg.env:
         try:
-            env = envs[e.name] = load_environment(e.id, e.args, cfg.path.parent)
+            env = envs[e.name] = load_environment(e.id, e.args)
         except Exception as error:
             is_unknown = getattr(error, "name", "") == e.id.split("/")[-1].replace("-", "_")  # no such module
             code = 2 if is_unknown or getattr(error, "code", 4) == 2 else 4

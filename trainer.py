@@ -45,7 +45,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import configs
-from configs import RunError, beat, named, refuse_other, require
+from configs import RunError, beat, named, refuse_other, require, served_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -320,12 +320,12 @@ def add_columns(policy, micros, cfg):
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
-def learning_rate(step, t, total):
-    """Linear warm-up, then constant or a linear or cosine decay to 0 after `total` steps."""
+def schedule(step, t, total):
+    """-> the share of the learning rate: linear warm-up, then constant or a linear or cosine decay to 0 at `total`."""
     warmup = 0 if t.lr_scheduler_type == "constant" else max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
     left = (total - step) / max(total - warmup, 1)
     decay = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}.get(t.lr_scheduler_type, 1.0)
-    return t.learning_rate * ((step + 1) / (warmup + 1) if step < warmup else decay)
+    return (step + 1) / (warmup + 1) if step < warmup else decay
 
 
 def make_optimizer(policy, t):
@@ -354,7 +354,9 @@ def train_step(policy, optimizer, batch, step, cfg):
     weigh, params = named(t.importance, {"": lambda loss: loss}), list(trained(policy).values())
     penalize = named("reference:penalized" if t.beta else "", {"": lambda loss: loss})
     loss_function = penalize(weigh(named(t.loss, {t.loss: compute_loss})))
-    optimizer.param_groups[0]["lr"] = lr = learning_rate(step, t, cfg.run.max_steps)
+    share = schedule(step, t, cfg.run.max_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = share * group.setdefault("initial_lr", group["lr"])
     scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
     logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
     # 1. Rectangles, and what must be known before the first update. Dropout is a function of seed, step and rank.
@@ -389,8 +391,9 @@ def train_step(policy, optimizer, batch, step, cfg):
     # 5. Metrics: token means over all ranks.
     dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
     dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
-    metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist())) | {"optim/lr": lr}
+    metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist()))
     seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
+    metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
     metrics |= {"optim/grad_norm": grad_norm, "optim/skipped": skipped, "time/train_s": seconds, "perf/peak_gib": peak}
     return metrics | {"perf/tokens_per_s": t.updates_per_batch * len(logp_T) / seconds}, logp_T
 
@@ -437,13 +440,12 @@ class WeightSender:
 
     def __init__(self, cfg, run_dir, device):
         t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
-        self.run_id = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
         # a server closes idle connections, maybe just as one is used; trust_env: no proxy between the roles
         self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
         self.pool, self.names = ThreadPoolExecutor(64), set()
         # 1. Servers of this run, and of no other: a stale one is never trained against.
-        others = {url: name for url in self.urls if (name := self.wait_ready(url)) != self.run_id}
-        require(not others, 2, f"a server of another run answers: {others}; this run is {self.run_id!r}")
+        others = {url: name for url in self.urls if (name := self.wait_ready(url)) != served_name(cfg)}
+        require(not others, 2, f"a server of another run answers: {others}; this run is {served_name(cfg)!r}")
         # 2. A group of rank 0 and all workers, which join it as they are asked to.
         backend = {"auto": "nccl" if device.type == "cuda" else "gloo"}.get(t.sync_backend, t.sync_backend)
         self.device, limit = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
@@ -483,14 +485,10 @@ class WeightSender:
         bodies = [{"method": method, "args": [self.spec | spec]} for spec in specs]
         return [self.pool.submit(self.post, url, "/collective_rpc", body) for url, body in zip(self.urls, bodies)]
 
-    def model(self, version):
-        """What a request calls this version: adapters have names of their own."""
-        return f"{self.run_id}-v{version}" if self.cfg.sends_adapters else self.run_id
-
     def send(self, version, tensors):
         """Broadcasts, and makes the servers use it. tensors: {checkpoint name: tensor}. A failure raises; a server that
         got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
-        what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / self.model(version)
+        what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
         refuse_non_finite(tensors, what)
         missing, self.names = sorted(self.names - set(tensors)), set(tensors)
         require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
@@ -509,7 +507,7 @@ class WeightSender:
             reply.result()
         if not about:
             return self.post_all("/resume")
-        old = path.with_name(self.model(version - self.cfg.orchestrator.max_staleness - 2))
+        old = path.with_name(served_name(self.cfg, version - self.cfg.orchestrator.max_staleness - 2))
         # One that no request can name any more, and one of this name, by a trainer before this one. 404: there is none.
         for url, name in product(self.urls, (old.name, path.name)):
             self.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
@@ -519,8 +517,8 @@ class WeightSender:
 
     def say(self, version, rows):
         """-> by server and row: SAID token ids that the policy goes on with, and their logprobs."""
-        body = {"model": self.model(version), "prompt": rows, "max_tokens": SAID, "ignore_eos": True, "logprobs": 0}
-        body |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
+        body = {"model": served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID, "ignore_eos": True}
+        body |= {"logprobs": 0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
         body |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
         body |= {"return_token_ids": True, "cache_salt": str(time.time()), "priority": -1}  # before all rollouts
         replies = self.post_all("/v1/completions", body)

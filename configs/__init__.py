@@ -152,6 +152,12 @@ def named(name, table):
     return getattr(importlib.import_module(module), attribute) if colon else table[name]
 
 
+def served_name(cfg, version=None):
+    """What the servers are called; with a version, what a request calls that one: adapters have names of their own."""
+    name = os.environ.get("ROLEMODEL_RUN_ID", cfg.run.run_name)
+    return f"{name}-v{version}" if cfg.sends_adapters and version is not None else name
+
+
 # --- the run directory ------------------------------------------------------------------------------------------------
 
 

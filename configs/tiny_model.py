@@ -115,7 +115,7 @@ def load_task(cfg):
     names = [env.id.rsplit("/", 1)[-1].replace("-", "_") for env in cfg.env]
     for name, env in zip(names, cfg.env):
         try:
-            load_environment(env.id, env.args, cfg.path.parent)
+            load_environment(env.id, env.args)
         except Exception as e:  # the task's own code
             traceback.print_exc()
             is_missing = isinstance(e, ModuleNotFoundError) and e.name == name

@@ -13,6 +13,7 @@ from conftest import ROOT, all_batches
 from scripted import play
 
 import orchestrator
+from configs import load_config
 from configs.scoring import score
 from env import (
     DataError,
@@ -277,7 +278,7 @@ def test_shipped_environments_load_as_the_orchestrator_loads_them():
             "    sandboxed = ('defaults', 'math_python', 'qwen3_4b_8gpu')\n"
             "    more = ['env.args.path=configs/gsm8k_sample.jsonl'] * ('0.6b' in path.stem)\n"  # the hub is far
             "    for e in load_config(path, more).env if path.stem not in sandboxed else ():\n"
-            "        print(path.stem, len(load_environment(e.id, e.args, path.parent).dataset))")  # fmt: skip
+            "        print(path.stem, len(load_environment(e.id, e.args).dataset))")  # fmt: skip
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
@@ -287,7 +288,7 @@ def test_shipped_environments_load_as_the_orchestrator_loads_them():
 def test_score_of_several_turns():
     import alphabet_sort
 
-    env = load_environment("alphabet_sort", {"num_train": 9}, ROOT / "configs")
+    env = load_environment("alphabet_sort", {"num_train": 9})
     row = env.dataset[0]
     talk = alphabet_sort.conversation(row["question"], row["info"])
     assert score(env, [row["question"]], [talk[1:]]) == [1.0]
@@ -322,12 +323,16 @@ def test_bad_rubrics_and_no_rows_are_named():
         Rubric([lambda: 1, lambda: 0])
 
 
-def test_environments_load_by_name(tmp_path):
-    assert len(load_environment("reverse_text", {"num_train": 9, "num_eval": 3}, ROOT / "configs").dataset) == 9
+def test_environments_load_by_name(tmp_path, monkeypatch):
+    """Beside the TOML, which load_config puts first on Python's path, or in configs/."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mine.toml").write_text((ROOT / "configs" / "reverse_text.toml").read_text())
+    load_config(tmp_path / "mine.toml")
+    assert len(load_environment("reverse_text", {"num_train": 9, "num_eval": 3}).dataset) == 9
     (tmp_path / "my_task.py").write_text((ROOT / "configs" / "reverse_text.py").read_text())
-    assert load_environment("someone/my-task", {"num_train": 5}, tmp_path).dataset[0]["answer"]
+    assert load_environment("someone/my-task", {"num_train": 5}).dataset[0]["answer"]
     with pytest.raises(ModuleNotFoundError, match="no_such_task"):
-        load_environment("no-such-task", {}, tmp_path)
+        load_environment("no-such-task", {})
 
 
 def test_env_needs_no_torch_and_no_side_effects():
@@ -344,7 +349,8 @@ def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch)
     code = readme.split("```python\n")[1].split("```")[0]
     assert len(code.splitlines()) <= 25 and "def load_environment" in code
     (tmp_path / "higher_lower.py").write_text(code)
-    env = load_environment("higher_lower", {"num": 60, "max_turns": 3}, tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = load_environment("higher_lower", {"num": 60, "max_turns": 3})
     answer = env.dataset[0]["answer"]
     replies = ["<guess>101</guess>", "no idea", f"<think>so</think><guess>{answer}</guess>"]
     state, reward, metrics = play(env, env.dataset[0], *replies)

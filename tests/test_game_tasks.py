@@ -14,7 +14,6 @@ import openai
 import pytest
 import wordle
 from aiohttp import web
-from conftest import ROOT
 from scripted import play
 
 from configs.judge import Judge, JudgeReplyError, JudgeRubric
@@ -114,7 +113,7 @@ def test_wordle_demonstrations_are_legal():
 
 
 def test_reasoning_gym_does_not_hide_its_package(rg):
-    load_environment("reasoning_gym_env", {"num_train": 4, "num_eval": 2}, ROOT / "configs")
+    load_environment("reasoning_gym_env", {"num_train": 4, "num_eval": 2})
     assert hasattr(sys.modules["reasoning_gym"], "create_dataset")
 
 

@@ -23,7 +23,7 @@ def test_toy(name):
     cfg = load_config(ROOT / "configs" / f"{name}.toml", more)
     assert cfg.run.model.startswith(".cache/") and cfg.run.prepare == "configs/tiny_model.py"
     assert cfg.run.max_steps == 5 or name in ("alphabet_sort", "reverse_text", "wiki_search")  # these learn
-    env = load_environment(cfg.env[0].id, cfg.env[0].args, ROOT / "configs")
+    env = load_environment(cfg.env[0].id, cfg.env[0].args)
     train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))
     assert train and held_out and not train & held_out
 

@@ -562,14 +562,26 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     assert last.startswith("[trainer] exit=5 no finite gradient, or a KL above 1, in three steps in a row: loss nan")
 
 
-def test_learning_rate():
+def test_the_learning_rates_schedule():
     t = SimpleNamespace(learning_rate=1.0, lr_scheduler_type="linear", warmup_steps=3, warmup_ratio=0.0)
-    rates = [trainer.learning_rate(step, t, 10) for step in range(10)]
+    rates = [trainer.schedule(step, t, 10) for step in range(10)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[-1] == pytest.approx(1 / 7)
     t.lr_scheduler_type, t.warmup_ratio = "cosine", 0.5
-    assert trainer.learning_rate(5, t, 10) == 1 and trainer.learning_rate(9, t, 10) == pytest.approx(0.0955, abs=1e-3)
+    assert trainer.schedule(5, t, 10) == 1 and trainer.schedule(9, t, 10) == pytest.approx(0.0955, abs=1e-3)
     t.lr_scheduler_type = "constant"
-    assert trainer.learning_rate(0, t, 10) == 1
+    assert trainer.schedule(0, t, 10) == 1
+
+
+def test_every_group_of_an_optimizer_follows_the_schedule(make_cfg, tmp_path):
+    """Each from its own rate: a recipe may give matrices another one than the rest."""
+    cfg = make_cfg("trainer.lr_scheduler_type=linear", "trainer.warmup_ratio=0.0", "max_steps=4")
+    policy = trainer.build_policy(cfg)
+    first, *others = trainer.trained(policy).values()
+    optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.5}, {"params": others, "lr": 0.1}])
+    for step, share in enumerate((1.0, 0.75, 0.5)):
+        metrics, _ = trainer.train_step(policy, optimizer, batch_of(tmp_path, make_samples()), step, cfg)
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5 * share, 0.1 * share])
+        assert metrics["optim/lr"] == pytest.approx(0.5 * share)
 
 
 # --- batch files ------------------------------------------------------------------------------------------------------
@@ -916,7 +928,7 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
         return {"results": [getattr(worker, body["method"])(*body["args"])]} if path == "/collective_rpc" else {}
 
     monkeypatch.setattr(trainer.WeightSender, "post", post)
-    monkeypatch.setattr(trainer.WeightSender, "wait_ready", lambda sender, url: sender.run_id)
+    monkeypatch.setattr(trainer.WeightSender, "wait_ready", lambda sender, url: trainer.served_name(sender.cfg))
     sender = trainer.WeightSender(
         make_cfg("trainer.dtype=bf16", 'inference.urls=["http://127.0.0.1:1"]'), tmp_path, CPU
     )
@@ -942,10 +954,10 @@ def test_final_has_the_runs_chat_template(make_cfg, tmp_path):
     assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a mine"
 
 
-def test_the_canary_asks_for_the_plain_distribution():
+def test_the_canary_asks_for_the_plain_distribution(make_cfg):
     """Whatever a model's generation_config.json has: vLLM takes from it what a request leaves out."""
     asked = []
-    sender = SimpleNamespace(model=lambda version: "m", post_all=lambda path, body: asked.append(body) or [])
+    sender = SimpleNamespace(cfg=make_cfg(), post_all=lambda path, body: asked.append(body) or [])
     assert trainer.WeightSender.say(sender, 0, [[1, 2]]) == []
     plain = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
     plain |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}

@@ -5,14 +5,13 @@ import json
 import alphabet_sort
 import pytest
 import wiki_search
-from conftest import ROOT
 from scripted import play
 
 from env import load_environment
 
 
 def test_wiki_search_finds_views_and_answers():
-    env = load_environment("wiki_search", {"max_turns": 4}, ROOT / "configs")
+    env = load_environment("wiki_search", {"max_turns": 4})
     assert len(env.dataset) == 160 and len(env.eval_dataset) == 40 and len(env.tools) == 2
     for row in (env.dataset[7], env.eval_dataset[7]):
         name = row["info"]["title"]
@@ -44,17 +43,17 @@ def test_wiki_search_reads_a_directory(tmp_path):
         "".join(json.dumps({"question": f"{i}?", "answer": "Sicily"}) + "\n" for i in range(3))
     )
     args = {"corpus": str(tmp_path), "questions": str(tmp_path / "q.jsonl"), "num_eval": 1}
-    env = load_environment("wiki_search", args, ROOT / "configs")
+    env = load_environment("wiki_search", args)
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
     state, reward, _ = play(env, env.dataset[0], search, wiki_search.call("view_page", {"page_id": "1"}), "sicily")
     assert state["completion"][1]["content"] == "1: Mount Etna" and sum(reward) == pytest.approx(0.8)
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no .txt or .md pages"):
-        load_environment("wiki_search", args | {"corpus": str(tmp_path / "empty")}, ROOT / "configs")
+        load_environment("wiki_search", args | {"corpus": str(tmp_path / "empty")})
 
 
 def test_alphabet_sort_asks_again_and_credits_each_turn():
-    env = load_environment("alphabet_sort", {"words": "names", "first": 3, "more": 2, "turns": 3}, ROOT / "configs")
+    env = load_environment("alphabet_sort", {"words": "names", "first": 3, "more": 2, "turns": 3})
     row = env.dataset[0]
     first, second, third = row["info"]["answers"]
     state, reward, metrics = play(env, row, first, second, third.upper())

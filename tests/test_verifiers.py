@@ -46,7 +46,7 @@ def test_rewards_turns_and_tokens_come_through_unchanged(rollouts, kind, tmp_pat
 
 def test_tools_are_called_and_errors_go_back_as_text():
     """A scripted policy: a call, a wrong one, an answer."""
-    env = load_environment("vf_envs", {"kind": "tool"}, "tests")
+    env = load_environment("vf_envs", {"kind": "tool"})
 
     def call(name, arguments):
         function = {"name": name, "arguments": arguments}
@@ -76,7 +76,7 @@ def test_what_is_no_reward_loses_the_rollout_and_is_never_zero(rollouts, kind):
 
 
 def test_score_without_a_server():
-    env = load_environment("vf_envs", {"kind": "single"}, "tests")
+    env = load_environment("vf_envs", {"kind": "single"})
     prompts = [row["prompt"] for row in env.dataset[:2]]
     assert score(env, prompts, ["a", "b"]) == [float(ord("a") % 7), ord("b") % 7 + 0.5]
 
@@ -97,9 +97,9 @@ def test_groups_of_environments(rollouts):
 
 def test_what_cannot_be_wrapped_is_refused():
     with pytest.raises(TypeError, match="load_environment returned object, neither"):
-        load_environment("vf_envs", {"kind": "other"}, "tests")
+        load_environment("vf_envs", {"kind": "other"})
     with pytest.raises(ValueError, match="message_type = 'completion' is not supported"):
-        load_environment("vf_envs", {"kind": "completion"}, "tests")
+        load_environment("vf_envs", {"kind": "completion"})
 
 
 def test_tools_need_the_servers_parser(run):

@@ -168,7 +168,7 @@ def check_task(cfg):
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
     if cfg.run.chat_template:
         tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-    envs = {e.name: load_environment(e.id, e.args, cfg.path.parent) for e in cfg.env}
+    envs = {e.name: load_environment(e.id, e.args) for e in cfg.env}
     os.environ["ROLEMODEL_POLICY_URL"] = f"{cfg.inference.urls[0]}/v1"  # for a judge that is the policy itself
     is_ok = check_template(tokenizer, envs, cfg)
     is_ok &= asyncio.new_event_loop().run_until_complete(check_rollouts(envs, cfg))  # user code may hang in threads

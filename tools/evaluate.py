@@ -128,7 +128,7 @@ async def run(args, cfg):
     ask = bind(client, model, sampling_of(cfg, num > 0))
     out = open(args.generate[1] if num else args.out or os.devnull, "w")
     for spec in cfg.env:
-        env = load_environment(spec.id, spec.args, cfg.path.parent)
+        env = load_environment(spec.id, spec.args)
         if num:
             share = math.ceil(num / k * spec.ratio / sum(s.ratio for s in cfg.env))
             rows = [env.dataset[i % len(env.dataset)] for i in range(share)]
