@@ -400,8 +400,8 @@ def train_step(policy, optimizer, batch, step, cfg):
 
 # --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
 
-CANARY = (96, 80, 48, 32)  # token ids in its rows, of different lengths: nothing may leak from row to row
-SAID = 8  # tokens that the policy says after each
+CANARY = (96, 80, 64, 56, 48, 40, 32, 24)  # token ids in its rows, of different lengths: none may leak into another
+SAID = 4  # tokens that the policy says after each; every one is a step of the engine, among all rollouts under way
 
 
 def sampler_weights(model, dtype, adapters):
@@ -549,7 +549,7 @@ class WeightReceiver:
                 method.process_weights_after_loading(module)
 
 
-def score(policy, rows, firsts=(1, 1, 1, 1)):
+def score(policy, rows, firsts=(1,) * len(CANARY)):
     """-> logp, in one rectangle, of each row's tokens from number `first` on."""
     mask_T = torch.cat([torch.arange(len(row)) >= first for row, first in zip(rows, firsts)])
     columns, lens = {"tokens": torch.tensor(sum(rows, [])), "mask": mask_T}, torch.tensor([len(row) for row in rows])
@@ -588,7 +588,7 @@ def canary(sender, policy, version, cfg, batch=None):
     scores what it said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
     Collective."""
     rows = [] if batch else random_rows(policy, cfg)
-    for i in range(0, len(batch.lens), len(batch.lens) // len(CANARY) or 1) if batch else ():
+    for i in range(0, len(batch.lens), -(-len(batch.lens) // len(CANARY))) if batch else ():
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
         rows.append(tokens[: max(1, min(int(mask.int().argmax()), cfg.run.max_seq_len - SAID))].tolist())
     said = sender.say(version, rows) if sender else [([0], [])]  # other ranks only take part in the forward
