@@ -49,7 +49,7 @@ IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 slice() { local IFS=,; echo "${DEVICES[*]:$1:$2}"; } # first, count
 share() { local n=$(($(nproc) / 2 / ($1 > 0 ? $1 : 1))); echo $((n > 0 ? n : 1)); } # threads of each of $1 processes
 is_taken() { (exec 5<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
-NUM=${#DEVICES[@]} URLS=("${inference_urls[@]}") EXTRA=() offline=() vars=(TMPDIR=/proc/$$/fd/6) nodes=(--standalone)
+NUM=${#DEVICES[@]} URLS=("${inference_urls[@]}") gate=() offline=() vars=(TMPDIR=/proc/$$/fd/6) nodes=(--standalone)
 [[ " ${inference_flags[*]} " =~ " --tensor-parallel-size "([0-9]+) ]] && TP=${BASH_REMATCH[1]} || TP=1
 [ ${#URLS[@]} = 0 ] || inference_gpus=0 # they run already
 SERVERS=$((inference_gpus / TP)) first=$inference_gpus
@@ -71,11 +71,12 @@ if [ "$GPUS" -eq 0 ]; then # no minute of g++; one process less, by its path, si
 elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
     fail 2 "inference.gpus = $inference_gpus and trainer.gpus = $trainer_gpus, but there are $NUM GPUs"
 elif [ $((inference_gpus + trainer_gpus)) -gt "$NUM" ]; then # NCCL refuses two ranks on one device
-    echo "[launch] vLLM and the trainer share $NUM GPU(s)"
-    first=0 EXTRA=(trainer.sync_backend=gloo) flags+=(--gpu-memory-utilization 0.4)
+    echo "[launch] vLLM and the trainer share $NUM GPU(s)" # vLLM first: it counts what others take while it starts
+    first=0 GIVEN+=(trainer.sync_backend=gloo) flags+=(--gpu-memory-utilization 0.4)
+    gate=(bash -c 'until (: <"$0") 2>/dev/null; do sleep 0.5; done; exec "$@"' "/dev/tcp/127.0.0.1/${URLS[-1]##*:}")
 fi
 flags+=("${inference_flags[@]}") # last, so that they overrule
-EXTRA+=("inference.urls=[$(printf '"%s",' "${URLS[@]}")]")
+GIVEN+=("inference.urls=[$(printf '"%s",' "${URLS[@]}")]")
 [ -n "${NNODES:-}${inference_urls[*]}" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
 [ -z "${NNODES:-}" ] || nodes=(--nnodes "$NNODES" --node-rank 0 --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
 
@@ -84,8 +85,8 @@ declare -A PID # role: pid; inference/pid: pid of a vLLM engine, which may outli
 exec 3>&2 6<"$TMP" 8<> <(:) # 3: for the last line; 6: a short TMPDIR for vLLM's sockets; 8: what a role has to say
 export ROLEMODEL_LAUNCHER=$$ ROLEMODEL_PIPE=/proc/$$/fd/8 ROLEMODEL_PROGRESS=$TMP/progress VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
-export VLLM_ALLOW_RUNTIME_LORA_UPDATING=True TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor_$(id -un)}
-ulimit -c 0 -n "$(ulimit -Hn)"
+export VLLM_ENGINE_READY_TIMEOUT_S=${inference_startup_timeout%.*} VLLM_ALLOW_RUNTIME_LORA_UPDATING=True
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor_$(id -un)}; ulimit -c 0 -n "$(ulimit -Hn)"
 start() { # role, command ...: in a session of its own; the kernel kills it when this script dies
     echo "=== $(date -Is) ${*:2}" | sed -E 's/((key|token|secret|password)[= ])[^ ]+/\1REDACTED/gI' >>"$LOGS/$1.log"
     setsid setpriv --pdeathsig KILL -- "${@:2}" >>"$LOGS/$1.log" 2>&1 3>&- 6<&- 8>&- 9>&- & PID[$1]=$!
@@ -97,8 +98,7 @@ family() { # pid ...: those and all that descend from them, parents first; ranks
     [ -z "$of" ] || family $(sed -nE "s/^([0-9]+) \(.*\) . (${of// /|}) .*/\1/p" /proc/[0-9]*/stat 2>/dev/null)
 }
 finish() { # code, last line
-    exec 2>/dev/null
-    code=$1 last=$2
+    exec 2>/dev/null; code=$1 last=$2
     trap 'echo "$last" >&3; kill -KILL $(family "${PID[@]}"); rm -rf "$TMP"; exit $code' INT TERM HUP # Ctrl-C again
     if [ "$code" = 3 ]; then # all stacks into the logs
         kill -STOP $(family "${PID[@]}") # nobody is to react to another's end
@@ -140,8 +140,8 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}" --port "${URLS[i]##*:}"
     done
     start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" "${offline[@]}" \
-        OMP_NUM_THREADS="$(share "$trainer_gpus")" "$PY" -m torch.distributed.run --log-dir "$TMP" \
-        --nproc-per-node "$trainer_gpus" "${nodes[@]}" "$program" "${GIVEN[@]}" "${EXTRA[@]}"
+        OMP_NUM_THREADS="$(share "$trainer_gpus")" PYTORCH_ALLOC_CONF=expandable_segments:True "${gate[@]}" "$PY" -m \
+        torch.distributed.run --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "$program" "${GIVEN[@]}"
     [ ! -f tools/watch.py ] || [ -n "$CHECK" ] || start watch "$PY" tools/watch.py "$run_dir"
 }
 begun=$SECONDS moved=$SECONDS before='' said=''
@@ -151,7 +151,7 @@ if [ -n "$run_prepare" ] && [ ! -d "$run_model" ] && [[ " $* " != *" model="* ]]
     wait "${PID[prepare]}" && unset 'PID[prepare]' || dead prepare $?
 fi
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null || export HF_HUB_OFFLINE=1
-start orchestrator env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrator.py "${GIVEN[@]}" "${EXTRA[@]}"
+start orchestrator env CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 "$PY" orchestrator.py "${GIVEN[@]}"
 tail --pid=$$ -q -n 0 -F "$LOGS"/{trainer,orchestrator,watch}.log 2>/dev/null 3>&- 8>&- 9>&- |
     sed -unE '/^(step|eval|batch|rollout|(run|check|warning|time|result):)/p' 3>&- 8>&- 9>&- & CONSOLE=$!
 

@@ -148,6 +148,8 @@ def build_policy(cfg):
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
         block.forward = torch.compile(block.forward, dynamic=True)
     policy = Policy(model, torch.device("cuda" if is_cuda else "cpu"), DTYPES.get(t.head_dtype))
+    if t.compile:
+        policy.head = torch.compile(policy.head, dynamic=True)
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
@@ -549,9 +551,9 @@ class WeightReceiver:
                 method.process_weights_after_loading(module)
 
 
-def score(policy, rows, firsts=(1,) * len(CANARY)):
-    """-> logp, in one rectangle, of each row's tokens from number `first` on."""
-    mask_T = torch.cat([torch.arange(len(row)) >= first for row, first in zip(rows, firsts)])
+def score(policy, rows, firsts=()):
+    """-> logp, in one rectangle, of each row's tokens from number `first` on, or all but the first."""
+    mask_T = torch.cat([torch.arange(len(row)) >= first for row, first in zip(rows, firsts or [1] * len(rows))])
     columns, lens = {"tokens": torch.tensor(sum(rows, [])), "mask": mask_T}, torch.tensor([len(row) for row in rows])
     return policy(collate(Batch(columns, lens, [], {}), list(range(len(rows))), policy.device))[0]
 
@@ -608,6 +610,11 @@ def publish(sender, policy, version, cfg, batch=None):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers, under the
     names of the checkpoint: experts one by one, and the prefix that a composite model has there."""
     started, dtype = time.perf_counter(), DTYPES[cfg.trainer.dtype]
+    if cfg.inference.sleep and batch:  # the servers take their memory back
+        torch.cuda.empty_cache()
+        dist.barrier()
+        if sender:
+            sender.post_all("/wake_up")
     tensors = {name: w for name, w in sampler_weights(policy.model, dtype, cfg.sends_adapters) if sender}
     if sender:
         sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
@@ -732,6 +739,9 @@ def start_distributed(cfg):
     """torchrun's variables, or one rank without it. No rank waits longer for another than the watchdog for all."""
     limit, is_cuda = 2 * (cfg.run.watchdog + cfg.inference.startup_timeout), torch.cuda.is_available()
     how = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    what = f"torch {torch.__version__} finds no GPU, but CUDA_VISIBLE_DEVICES = {asked}: is the driver too old for it?"
+    require(is_cuda or not (asked and torch.version.cuda), 2, what)
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit), **how)
@@ -760,7 +770,11 @@ def main(argv):
         path = run_dir / "batches" / f"step_{step:06d}.safetensors"
         batch = load_batch(files[step]) if replay else load_batch(path, cfg, step)
         times = {"time/checkpoint_s": mark - started, "time/wait_batch_s": time.perf_counter() - mark}
-        # 2. An optimizer step, unless three in a row were of no use.
+        # 2. An optimizer step, unless three in a row were of no use. With inference.sleep the GPU is the trainer's.
+        if cfg.inference.sleep and not replay:
+            if sender:
+                sender.post_all("/sleep?level=1&mode=keep")  # which keeps their requests, too
+            dist.barrier()
         numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
         is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
         streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times

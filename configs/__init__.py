@@ -114,10 +114,10 @@ def resolve(given, path, is_check):
     for key, relation, other in LIMITS["relations"]:
         a, b, usual = flat[key], values.get(other, other), DEFAULTS[key]
         holds = {"below": lambda: a < b, "at least": lambda: a >= b, "a multiple of": lambda: not a % b}
-        holds["left out without"] = lambda: b or a == usual
+        holds |= {"left out without": lambda: b or a == usual, "0 with": lambda: not (a and b)}
         require(holds[relation](), 2, f"{key} = {a} must be {relation} {other}{f' = {b}' * (other in values)}")
     # 3. The tables.
-    flat |= {"max_steps": 0, "tracker": "", "eval.every": 0} if is_check else {}
+    flat |= {"max_steps": 0, "tracker": "", "eval.every": 0, "inference.sleep": False} if is_check else {}
     cfg = argparse.Namespace(path=path, flat=flat)
     for table in ("run", "env", "orchestrator", "sampling", "inference", "trainer", "eval", "checkpoint"):
         values = {k.rpartition(".")[2]: v for k, v in flat.items() if f"run.{k}".split(".")[-2] == table}
@@ -263,6 +263,7 @@ def for_launch(argv):
     cfg, replay = arguments(__doc__, argv)
     require(not replay, 2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] * bool(cfg.trainer.head_dtype)
+    head += ["--enable-sleep-mode"] * cfg.inference.sleep
     words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "inference_flags": head}
     for key, value in cfg.inference.args.items():  # true is --flag, false --no-flag
         flag = f"--{'no-' if value is False else ''}{key.replace('_', '-')}"

@@ -7,6 +7,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
      "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
      "log": "path",                  the requests go there, one a line
+     "control": "path",              the control routes go there, one a line
      "stop": true,                   no answer counts as cut off
      "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
@@ -122,7 +123,8 @@ class Server(WeightReceiver):
         self.model_runner = Runner(args.model, dtype, args.chat_template)
         lora = object() if args.enable_lora else None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
-        self.lock, self.running, self.num_requests, self.most, self.now = asyncio.Lock(), asyncio.Event(), 0, 0, 0
+        self.lock, self.running, self.is_asleep = asyncio.Lock(), asyncio.Event(), False
+        self.num_requests = self.most = self.now = 0
         self.running.set()
 
     def reload_weights(self, **kwargs):  # as vLLM's worker has it
@@ -164,6 +166,27 @@ class Server(WeightReceiver):
         self.running.set()
         return web.json_response({})
 
+    async def sleep(self, request):
+        """As vLLM with --enable-sleep-mode: no weights, no keys and values; with mode=keep the requests wait."""
+        self.note("/sleep")
+        async with self.lock:  # what is being sampled
+            assert self.args.enable_sleep_mode and not self.is_asleep and request.query["mode"] == "keep"
+            self.is_asleep = True
+            self.running.clear()
+        return web.json_response({})
+
+    async def wake_up(self, request):
+        self.note("/wake_up")
+        assert self.is_asleep
+        self.is_asleep = False
+        self.running.set()
+        return web.json_response({})
+
+    def note(self, what):
+        if path := FAKE.get("control"):
+            with open(path, "a") as f:
+                f.write(what + "\n")
+
     async def stop(self, app):
         os.kill(self.engine, signal.SIGKILL)
 
@@ -175,6 +198,8 @@ class Server(WeightReceiver):
     async def rpc(self, request):
         body = await request.json()
         await self.answers()
+        self.note(body["method"])
+        assert not self.is_asleep, "its memory is another's"
         if body["method"] == "join_weight_group" and FAKE.get("join"):
             return web.json_response({"error": "fault asked for: no such route"}, status=404)
         if body["method"] == "receive_weights":
@@ -211,6 +236,7 @@ class Server(WeightReceiver):
             return web.json_response({"error": f"The model {name} does not exist."}, status=404)
         if "ignore_eos" in body:
             async with self.lock:
+                assert not self.is_asleep
                 return web.json_response({"choices": self.canary(name, body)})
         if log := FAKE.get("log"):
             with open(log, "a") as f:
@@ -237,6 +263,7 @@ class Server(WeightReceiver):
             text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {len(ids)} + {asked}"
             return web.json_response({"error": {"message": text}}, status=400)
         async with self.lock:
+            assert not self.is_asleep
             outs = await asyncio.to_thread(
                 self.model_runner.sample, name, ids, body.get("n") or 1, min(asked, room), body.get("temperature", 1.0)
             )
@@ -281,6 +308,7 @@ def main():
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--enable-sleep-mode", action="store_true")
     args, _ = parser.parse_known_args()
     engine = start_engine()
     torch.set_num_threads(1)
@@ -289,6 +317,7 @@ def main():
     app.on_shutdown.append(server.stop)
     app.add_routes([web.get("/v1/models", server.models), web.get("/health", server.health)])
     posts = {"/pause": server.pause, "/resume": server.resume, "/collective_rpc": server.rpc, "/fake": server.fake}
+    posts |= {"/sleep": server.sleep, "/wake_up": server.wake_up}
     posts |= {"/v1/chat/completions": server.generate, "/v1/completions": server.generate}
     posts |= {"/v1/load_lora_adapter": server.load_adapter, "/v1/unload_lora_adapter": server.unload_adapter}
     app.add_routes([web.post(path, handler) for path, handler in posts.items()])

@@ -301,15 +301,20 @@ def test_too_few_devices_are_refused(four_gpus):
 @pytest.mark.long
 @pytest.mark.slow
 def test_devices_are_shared_out(four_gpus, tmp_path):
-    """The first for servers, the next for ranks; where there are too few for both, the same."""
+    """The first for servers, the next for ranks; where there are too few for both, the same, and the trainer takes
+    memory only once the servers answer."""
     toml, more = four_gpus
+    server = f'env >{tmp_path}/env-$BASHPID\nexec {sys.executable} {ROOT}/tests/fake_vllm.py "$@"\n'
+    (tmp_path / "server.sh").write_text(server)
     for gpus, ranks, expected in ((2, 1, ["7", "5", "3"]), (4, 1, ["7", "5", "7"])):
         name = f"{gpus}-{ranks}"
-        sizes = [f"inference.gpus={gpus}", f"trainer.gpus={ranks}", f"run_name={name}"]
-        done = launch(toml, *sizes, **more)
+        sizes = [f"inference.gpus={gpus}", f"trainer.gpus={ranks}", f"run_name={name}", "inference.startup_timeout=999"]
+        done = launch(toml, *sizes, SERVER=f"bash {tmp_path}/server.sh", **more)
         logs = [(tmp_path / name / "logs" / f"{x}.log").read_text() for x in ("inference", "inference1", "trainer")]
         assert [re.findall(r"CUDA_VISIBLE_DEVICES=(\S*)", text)[-1] for text in logs] == expected
         assert ("[launch] vLLM and the trainer share 4 GPU(s)" in done.stdout) == (gpus == 4)
+        assert ("/dev/tcp/127.0.0.1/" in logs[2].splitlines()[0]) == (gpus == 4)
+    assert all("VLLM_ENGINE_READY_TIMEOUT_S=999\n" in path.read_text() for path in tmp_path.glob("env-*"))
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import json
 import math
 import re
 import shutil
@@ -564,6 +565,21 @@ def test_a_whole_run_in_16_bits(how, launched):
     assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 2, 4]
     name = "adapter_model" if how == "adapters" else "model"
     assert (run_dir / "final" / f"{name}.safetensors").is_file() and not (run_dir / "adapters").exists()
+
+
+@pytest.mark.slow
+def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
+    """inference.sleep: awake for sampling and for weights, asleep for each step, also while an evaluation goes on."""
+    sleeping = ("inference.sleep=true", "orchestrator.max_staleness=0", "eval.every=1", "eval.hold_s=0.01")
+    fake = json.dumps({"control": str(tmp_path / "control"), "generate_s": 0.1, "slow": [7, 1.0]})
+    done, run_dir = launched(3, '{ kind = "noise" }', *sleeping, FAKE=fake)
+    first, *steps = (tmp_path / "control").read_text().split("/sleep")
+    assert first.split() == ["join_weight_group", "receive_weights"]
+    assert [step.split() for step in steps] == [["/wake_up", "receive_weights"]] * 3
+    assert [e["step"] for e in lines(run_dir / "eval.jsonl")][-1] == 3 and "warning" not in done.stdout
+    assert all(e["errors"] == 0 for e in lines(run_dir / "eval.jsonl"))
+    with pytest.raises(RunError, match="orchestrator.max_staleness = 1 must be 0 with inference.sleep = True"):
+        make_cfg("inference.sleep=true")
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """trainer.py: losses against float64 by hand, and the equalities that rectangles, ranks, LoRA and resume must keep."""
 
+import functools
 import itertools
 import json
 import math
@@ -9,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from conftest import BASE, ROOT, launch, lines, make_samples, run_trainer, write_run
 from ranks import replays
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
 from configs import RunError, reference
@@ -358,6 +361,77 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones(mode, make_cfg, tmp_pa
     assert compiled[0]["loss"] == pytest.approx(plain[0]["loss"], abs=2e-3 if mode == "bf16" else 1e-5)
 
 
+@pytest.mark.long
+def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
+    """CUDA's rectangles of 100 batches of 512 log-normal lengths: three of each, of shorter rows. They waste little.
+    The graphs are Dynamo's, since Inductor's code for CPUs has guards of its own; one row has its own."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    policy, graphs, waste = trainer.build_policy(make_cfg("trainer.compile=true")), [], []
+    draw, seen = np.random.default_rng(0), torch._dynamo.utils.counters["stats"]
+    for _ in range(100):
+        lens = np.minimum(draw.lognormal(np.log(3000) - 0.9**2 / 2, 0.9, 512).astype(int) + 16, 16384)
+        rectangles = trainer.cut(lens, 65536, 1, *trainer.SHAPES["cuda"])
+        waste.append(sum(len(r) * -(-max(lens[r]) // 64) * 64 for r in rectangles) / lens.sum() - 1)
+        lens = torch.tensor(lens // 32 + 1)
+        tokens_T = torch.randint(64, [int(lens.sum())])
+        columns = {"tokens": tokens_T, "mask": torch.ones(len(tokens_T), dtype=torch.bool)}
+        columns["mask"][lens.cumsum(0) - lens] = False
+        batch = trainer.Batch(columns, lens, [], {})
+        for rectangle in (rectangles[0], rectangles[len(rectangles) // 2], min(rectangles, key=len)):
+            logp_N, entropy_N = policy(trainer.collate(batch, rectangle, CPU))
+            (logp_N + entropy_N).sum().backward()
+        graphs.append(seen["unique_graphs"])
+    assert graphs[0] > 1 and graphs[19] == graphs[-1], graphs
+    assert np.mean(waste) <= 0.04
+    print(f"{graphs[-1]} graphs, {np.mean(waste):.1%} waste")
+
+
+class Waits(TorchDispatchMode):
+    """Notes what makes a CPU wait for a GPU: numbers that leave it, and shapes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.is_on = [], False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put_", "index_put", "_index_put_impl_") else ()
+        is_masked = any(x is not None and x.dtype == torch.bool for x in indices)
+        if self.is_on and (is_masked or name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2")):
+            # Transformers looks for packed rows once a pass, where it makes a mask: a bubble of one launch
+            is_ours = not any("masking_utils" in frame.filename for frame in traceback.extract_stack())
+            self.found += [name] * is_ours
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_plain", [True, False])
+def test_nothing_waits_for_the_device_inside_the_micro_batch_loop(is_plain, make_cfg, tmp_path, monkeypatch):
+    more = [] if is_plain else [*LORA, "trainer.beta=0.1", "trainer.gradient_checkpointing=true"]
+    cfg, seen = make_cfg("trainer.micro_batch_size=1", *more), Waits()
+    policy, batch = trainer.build_policy(cfg), batch_of(tmp_path, ragged())
+    forward, clip = trainer.Policy.forward, torch.nn.utils.clip_grad_norm_
+    passes = []
+
+    def begin(policy, micro):
+        seen.is_on = len(passes) > 0  # the reference's pass, and the first, are before it
+        passes.append(1)
+        return forward(policy, micro)
+
+    def end(params, norm):
+        seen.is_on = False
+        return clip(params, norm)
+
+    monkeypatch.setattr(trainer.Policy, "forward", begin)
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", end)
+    with seen:
+        trainer.train_step(policy, adamw(policy), batch, 0, cfg)
+        assert len(passes) > 2 and not seen.found
+        seen.is_on = True
+        assert torch.ones(3)[torch.tensor([True, False, True])].sum().item() == 2
+    assert seen.found == ["index", "_local_scalar_dense"]  # it can find them
+
+
 def test_samples_of_no_loss_token_still_pass(make_cfg, tmp_path):
     samples = [s | {"mask": [0] * len(s["mask"])} for s in make_samples(3)]
     metrics, grads, logp_T = gradients(make_cfg(), batch_of(tmp_path, samples))
@@ -560,6 +634,15 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 5
     assert last.startswith("[trainer] exit=5 no finite gradient, or a KL above 1, in three steps in a row: loss nan")
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(make_cfg, monkeypatch):
+    """A driver too old for this build of torch; a build for CPUs was asked for."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(RunError, match="finds no GPU, but CUDA_VISIBLE_DEVICES = 0: is the driver too old") as e:
+        trainer.start_distributed(make_cfg())
+    assert e.value.code == 2
 
 
 def test_the_learning_rates_schedule():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("step", "gpu", "broadcast", "orchestrate", "overlap", "whole", "growth")
+WITH_PEERS = {"step", "whole"}
 PEERS = ("trl==1.16.0", "accelerate==1.15.0")  # without what they depend on: that is there already
 
 
@@ -62,7 +63,8 @@ def main():
     args = parser.parse_args()
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no such part: {sorted(unknown)}; there are {PARTS}")
-    install_peers()
+    if WITH_PEERS & set(args.parts or PARTS):
+        install_peers()
     model = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "")
     results = {"machine": f"{os.cpu_count()} cores, {model or platform.processor()}", "quick": args.quick, "parts": {}}
     for part in args.parts or PARTS:

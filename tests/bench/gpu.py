@@ -1,9 +1,12 @@
-"""Training steps at Qwen3's shapes with random weights on one GPU: tokens/s, model FLOPs utilization, peak memory.
+"""What a training step costs on one GPU, at Qwen3's shapes with random weights: no model, no vLLM, no install.
 
-    python gpu.py          # without a GPU: "not measured"
-    python gpu.py --toy    # the same code at toy size, on any device
+    python gpu.py                 # the short list: 8 minutes on an H200 are the aim; without a GPU: "not measured"
+    python gpu.py --all           # the long one
+    python gpu.py 4B compiled     # cases of either whose name has all these words
+    python gpu.py --toy           # the same code at toy size, on any device
 
-bf16, one row per micro-batch. Beside it what prime-rl publishes for one H100, recomputing activations."""
+A line per case as it goes. bf16, one row per micro-batch, all but the first token trained on, as in prime-rl's
+benchmark, whose published tokens/s for one H100, recomputing activations, stand beside ours."""
 
 import gc
 import itertools
@@ -16,16 +19,102 @@ from pathlib import Path
 
 from common import config, make_batch, row, tell
 
-SHAPES = {  # layers, hidden, inner, heads, key-value heads, vocabulary
-    "0.6B": (28, 1024, 3072, 16, 8, 151936),
-    "4B": (36, 2560, 9728, 32, 8, 151936),
-    "toy": (2, 64, 128, 2, 1, 512),
+SHAPES = {  # layers, hidden, inner, heads, key-value heads, vocabulary, window (Gemma 3's, with every 6th layer whole)
+    "0.6B": (28, 1024, 3072, 16, 8, 151936, None),
+    "4B": (36, 2560, 9728, 32, 8, 151936, None),
+    "window": (26, 1152, 6912, 4, 1, 151936, 1024),
+    "toy": (2, 64, 128, 2, 1, 512, None),
+    "toy window": (2, 64, 128, 2, 1, 512, 32),
 }
 PUBLISHED = {("0.6B", False, 16384): 11900, ("0.6B", True, 16384): 13300, ("4B", True, 16384): 6200}  # tokens/s
-GOAL = {("0.6B", False, 16384): 3, ("4B", True, 16384): 2}
-
-
+GOAL = {("0.6B", False, 16384): 25000, ("4B", True, 16384): 9000}  # tokens/s, compiled
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16
+KERNELS = {  # what a kernel or operator is, by its name; the first that fits
+    "attention": ("flash", "fmha", "scaled_dot", "attention"),
+    "products": ("gemm", "cutlass", "nvjet", "cublas", "::mm"),
+    "optimizer": ("adam", "foreach", "multi_tensor"), "copies": ("memcpy", "memset", "copy_"),
+}  # fmt: skip
+
+
+def shapes(full):
+    """-> [(name, function)] of the short list, or of all."""
+    steps = [("0.6B", False, True, 16384), ("0.6B", True, True, 16384), ("4B", True, True, 16384)]
+    steps += [("0.6B", False, True, 65536)]
+    if full:
+        steps += [
+            (*how, tokens) for how in itertools.product(["0.6B", "4B"], [False, True], [False]) for tokens in (16384,)
+        ]
+        steps += [("0.6B", True, True, 65536), ("4B", False, True, 16384), ("4B", True, True, 65536)]
+    cases = [(step, compiled) for step in steps for compiled in ((False, True) if full or step[3] < 20000 else (True,))]
+    cases += [(("window", False, True, 16384), True)]
+    named = [(name_of(*step, compiled), lambda s=step, c=compiled: step_rows(*s, c)) for step, compiled in cases]
+    named += [
+        (f"attention {kind}", lambda k=kind: attention_rows(k, 16384)) for kind in ("cudnn", "flash", "efficient")
+    ]
+    named += [(f"head {shape}", lambda s=shape: head_rows(s, 16384)) for shape in ("0.6B", "4B")]
+    return [*named, ("parts of a step, 0.6B", lambda: parts_rows("0.6B", 16384))]
+
+
+def toys():
+    cases = [(("toy", lora, recompute, 256), False) for lora in (False, True) for recompute in (True, False)]
+    cases += [(("toy window", False, True, 256), False)]
+    named = [(name_of(*step, compiled), lambda s=step, c=compiled: step_rows(*s, c)) for step, compiled in cases]
+    named += [(f"attention {kind}", lambda k=kind: attention_rows(k, 256)) for kind in ("flash", "math")]
+    return [
+        *named,
+        ("head toy", lambda: head_rows("toy", 256)),
+        ("parts of a step, toy", lambda: parts_rows("toy", 256)),
+    ]
+
+
+def name_of(shape, lora, recompute, tokens, compiled):
+    how = ["LoRA" if lora else "full", "recompute" if recompute else "no recompute", *["compiled"] * compiled]
+    return f"{shape} {', '.join(how)}, {tokens:,} tokens"
+
+
+# --- models, timing ---------------------------------------------------------------------------------------------------
+
+
+def here():
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def wait():
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(function, times):
+    """-> s of the first call, s of the median of the others."""
+    found = []
+    for _ in range(times + 1):
+        wait()
+        began = time.perf_counter()
+        function()
+        wait()
+        found.append(time.perf_counter() - began)
+    return found[0], statistics.median_low(found[1:])
+
+
+def peak_flops():
+    """Of this GPU in bf16; None where it is not known."""
+    import torch
+
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def reset():
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def make_policy(cfg, shape, device):
@@ -35,10 +124,12 @@ def make_policy(cfg, shape, device):
 
     import trainer
 
-    layers, hidden, inner, heads, kv, vocab = SHAPES[shape]
-    c = transformers.Qwen3Config(
+    layers, hidden, inner, heads, kv, vocab, window = SHAPES[shape]
+    kind = transformers.Gemma3TextConfig if window else transformers.Qwen3Config
+    c = kind(
         num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
-        num_key_value_heads=kv, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
+        num_key_value_heads=kv, head_dim=256 if shape == "window" else 128, vocab_size=vocab, tie_word_embeddings=True,
+        **({"sliding_window": window, "pad_token_id": 0} if window else {}),
     )  # fmt: skip
 
     def random_model(cfg):
@@ -53,92 +144,187 @@ def make_policy(cfg, shape, device):
         trainer.load_model = kept
 
 
-def utilization(policy, lens, lora, seconds):
-    """-> share of the GPU's peak, None where that is not known. Model FLOPs: 6 per parameter and token (4 where most
-    are frozen), and causal attention; no recomputation."""
+def prepare(place, shape, lora, recompute, tokens, *more):
+    """-> cfg, policy, optimizer, batch of one row."""
     import torch
 
-    is_cuda = torch.cuda.is_available()
-    peak = [flops for name, flops in PEAK_FLOPS.items() if is_cuda and name in torch.cuda.get_device_name()]
+    import trainer
+
+    cfg = config(
+        Path(place), "random", "trainer.dtype=bf16", f"trainer.use_lora={str(lora).lower()}",
+        f"trainer.gradient_checkpointing={str(recompute).lower()}", f"max_seq_len={tokens}",
+        "trainer.micro_batch_size=1", "trainer.lora_rank=16", *more,
+    )  # fmt: skip
+    batch = make_batch(Path(place), [(1, tokens - 1)], SHAPES[shape][5])
+    trainer.start_distributed(cfg)
+    policy = make_policy(cfg, shape, here())
+    return cfg, policy, torch.optim.AdamW(trainer.trained(policy).values(), 1e-5, weight_decay=0.0, fused=True), batch
+
+
+def utilization(policy, lens, lora, seconds):
+    """-> share of the GPU's peak, None where that is not known. Model FLOPs: 6 per parameter and token (4 where most
+    are frozen), and causal attention; no recomputation. A window is counted as if it were none."""
     c, num = policy.model.config.get_text_config(), sum(p.numel() for p in policy.parameters())
     if not c.tie_word_embeddings:
         num -= c.vocab_size * c.hidden_size  # a look-up is no arithmetic
     width = c.num_attention_heads * c.head_dim
     flops = (4 if lora else 6) * num * sum(lens) + 6 * c.num_hidden_layers * width * sum(n * n for n in lens)
-    return flops / seconds / peak[0] if peak else None
+    return flops / seconds / peak_flops() if peak_flops() else None
 
 
-def measure(shape, lora, recompute, tokens, steps=4):
-    """-> s of the median training step on one sequence of `tokens`, all but the first trained on, as in prime-rl's
-    benchmark; metrics of the last step, with perf/mfu."""
+def measure(shape, lora, recompute, tokens, steps=4, *more):
+    """-> s of the median training step on one sequence of `tokens`; metrics of the last step, with perf/mfu."""
     import torch
 
     import trainer
 
-    gc.collect()
-    torch.cuda.empty_cache()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with tempfile.TemporaryDirectory() as place:
-        cfg = config(
-            Path(place), "random", "trainer.dtype=bf16", f"trainer.use_lora={str(lora).lower()}",
-            f"trainer.gradient_checkpointing={str(recompute).lower()}", f"max_seq_len={tokens}",
-            "trainer.micro_batch_size=1", "trainer.lora_rank=16",
-        )  # fmt: skip
-        batch = make_batch(Path(place), [(1, tokens - 1)], SHAPES[shape][-1])
-    trainer.start_distributed(cfg)
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    policy = make_policy(cfg, shape, device)
-    optimizer = torch.optim.AdamW(trainer.trained(policy).values(), 1e-5, weight_decay=0.0, fused=True)
+    reset()
     found = []
-    for step in range(steps):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        metrics, _ = trainer.train_step(policy, optimizer, batch, step, cfg)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        found.append(metrics | {"seconds": time.perf_counter() - began})
-    last = found[-1]
+    with tempfile.TemporaryDirectory() as place:
+        cfg, policy, optimizer, batch = prepare(place, shape, lora, recompute, tokens, *more)
+        for step in range(steps):
+            wait()
+            began = time.perf_counter()
+            metrics, _ = trainer.train_step(policy, optimizer, batch, step, cfg)
+            wait()
+            found.append(metrics | {"seconds": time.perf_counter() - began})
+    last = found[-1] | {"first_s": found[0]["seconds"]}
     last["perf/mfu"] = utilization(policy, batch.lens.tolist(), lora, last["time/train_s"])
     torch.distributed.destroy_process_group()
     return statistics.median_low(m["seconds"] for m in found[1:]), last
 
 
-def main(toy):
+# --- cases ------------------------------------------------------------------------------------------------------------
+
+
+def step_rows(shape, lora, recompute, tokens, compiled):
+    steps = 3 if tokens > 20000 else 4
+    seconds, metrics = measure(shape, lora, recompute, tokens, steps, f"trainer.compile={str(compiled).lower()}")
+    goal, published = GOAL.get((shape, lora, tokens)), PUBLISHED.get((shape, lora, tokens)) if recompute else None
+    rows = [row("", tokens / seconds, "tokens/s", f">= {goal}" if goal and recompute and compiled else "")]
+    if metrics["perf/mfu"]:
+        mfu = 100 * metrics["perf/mfu"] * metrics["time/train_s"] / seconds
+        rows.append(row("share of the GPU's peak (MFU)", mfu, "%", ">= 30" if shape == "4B" and compiled else ""))
+    if published:
+        rows.append(row("of prime-rl's on one H100", tokens / seconds / published, "x"))
+    return [*rows, row("peak memory", metrics["perf/peak_gib"], "GiB"), row("first step", metrics["first_s"], "s")]
+
+
+def attention_rows(kind, tokens):
+    """SDPA alone, Qwen3-0.6B's heads, one row: forward and backward, and what the first use of a shape costs."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    names = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+    dtype, rows = torch.bfloat16 if here().type == "cuda" else torch.float32, []
+
+    def one(places):
+        q = torch.randn(1, 16, places, 128, device=here(), dtype=dtype, requires_grad=True)
+        k, v = (torch.randn(1, 8, places, 128, device=here(), dtype=dtype, requires_grad=True) for _ in range(2))
+
+        def both():
+            with sdpa_kernel(getattr(SDPBackend, names[kind])):
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            out.sum().backward()
+
+        return timed(both, 5)
+
+    reset()
+    _, seconds = one(tokens)
+    flops = 7 * 16 * 128 * tokens * tokens  # 2 products forward, 5 backward, 2 per multiply-add, half of it masked
+    rows.append(row("forward and backward", 1000 * seconds, "ms"))
+    if peak_flops():
+        rows.append(row("share of the GPU's peak", 100 * flops / seconds / peak_flops(), "%"))
+    firsts = [first - again for first, again in (one(tokens - 64 * i) for i in (1, 2, 3))]
+    return [*rows, row("more for the first use of a shape", 1000 * max(0.0, statistics.median(firsts)), "ms")]
+
+
+def head_rows(shape, tokens):
+    """Policy.head alone, as a full fine-tuning has it, in chunks of several sizes."""
     import torch
 
+    import trainer
+
+    rows = []
+    for chunk in (trainer.Policy.CHUNK, 4 * trainer.Policy.CHUNK):
+        for compiled in (False, True) if here().type == "cuda" else (False,):
+            reset()
+            with tempfile.TemporaryDirectory() as place:
+                _, policy, *_ = prepare(place, shape, False, True, 256, f"trainer.compile={str(compiled).lower()}")
+            vocab, hidden = SHAPES[shape][5], SHAPES[shape][1]
+            weight_VD = torch.randn(vocab, hidden, device=here(), requires_grad=True)
+            hidden_ND = torch.randn(tokens, hidden, device=here(), dtype=torch.bfloat16, requires_grad=True)
+            target_N = torch.randint(vocab, [tokens], device=here())
+            temperature_N = torch.ones(tokens, device=here())
+
+            def both(policy=policy, chunk=chunk, weight_VD=weight_VD, parts=(hidden_ND, target_N, temperature_N)):
+                for part in zip(*(x.split(chunk // len(weight_VD) or 1) for x in parts)):
+                    again = torch.utils.checkpoint.checkpoint(
+                        policy.head, {"weight": weight_VD}, *part, use_reentrant=False
+                    )
+                    again.sum().backward()
+
+            _, seconds = timed(both, 3)
+            about = f"{chunk >> 20} Mi logits a chunk{', compiled' * compiled}"
+            rows.append(row(about, tokens / seconds, "tokens/s"))
+            if peak_flops():
+                share = 8 * weight_VD.numel() * tokens / seconds / peak_flops()  # forward twice, backward once
+                rows.append(row(f"{about}: share of the GPU's peak", 100 * share, "%"))
+                rows.append(row(f"{about}: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB"))
+            torch.distributed.destroy_process_group()
+    return rows
+
+
+def parts_rows(shape, tokens):
+    """Where a step's time on the device goes, by the kernels' names."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    import trainer
+
+    reset()
+    with tempfile.TemporaryDirectory() as place:
+        cfg, policy, optimizer, batch = prepare(place, shape, False, True, tokens)
+        for step in range(2):
+            trainer.train_step(policy, optimizer, batch, step, cfg)
+        is_cuda = here().type == "cuda"
+        with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as found:
+            trainer.train_step(policy, optimizer, batch, 2, cfg)
+            wait()
+    torch.distributed.destroy_process_group()
+    spent = dict.fromkeys((*KERNELS, "elementwise and the rest"), 0.0)
+    for event in found.key_averages():
+        name = event.key.lower()
+        kind = next((kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), list(spent)[-1])
+        spent[kind] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
+    return [row(kind, 100 * value / sum(spent.values()), "%") for kind, value in spent.items()]
+
+
+def main(args):
+    import torch
+
+    toy, words = "--toy" in args, [x for x in args if not x.startswith("-")]
     if not toy and not torch.cuda.is_available():
         return tell([])
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    cases = itertools.product(
-        ["toy"] if toy else ["0.6B", "4B"], [False, True], [True, False], [256] if toy else [16384, 65536]
+    print(
+        torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", f"torch {torch.__version__}", flush=True
     )
-    rows = []
-    for shape, lora, recompute, tokens in cases:
-        how = f"{'LoRA' if lora else 'full'}, {'recompute' if recompute else 'no recompute'}"
-        about = f"{name}: {shape}, {how}, {tokens:,} tokens"
-        try:
-            seconds, metrics = measure(shape, lora, recompute, tokens)
-        except torch.OutOfMemoryError:
-            rows.append(row(f"{about}: out of memory", 0, ""))
-            print(rows[-1]["measure"], flush=True)
-            torch.distributed.destroy_process_group()
-            continue
-        rate, published = tokens / seconds, PUBLISHED.get((shape, lora, tokens)) if recompute else None
-        rows.append(row(about, rate, "tokens/s"))
-        if metrics["perf/mfu"]:
-            mfu = metrics["perf/mfu"] * metrics["time/train_s"] / seconds
-            rows.append(row("  model FLOPs utilization", 100 * mfu, "%", ">= 45" if shape == "4B" and lora else ""))
-        rows.append(row("  peak memory", metrics["perf/peak_gib"], "GiB"))
-        if published:
-            goal = GOAL.get((shape, lora, tokens))
-            rows.append(row("  of prime-rl's on one H100", rate / published, "x", f">= {goal}" if goal else ""))
-        mfu = f", MFU {100 * metrics['perf/mfu']:.0f} %" if metrics["perf/mfu"] else ""
-        print(f"{about}: {rate:,.0f} tokens/s{mfu}, {metrics['perf/peak_gib']:.1f} GiB", flush=True)
+    cases, rows = toys() if toy else shapes("--all" in args or words), []
+    for name, case in cases:
+        if all(word in name for word in words):
+            began = time.perf_counter()
+            try:
+                found = case()
+            except (RuntimeError, torch.OutOfMemoryError) as e:  # no such backend here, or too large: the next one
+                found = [row(f"{type(e).__name__}: {str(e).splitlines()[0][:80]}", None, "")]
+                if torch.distributed.is_initialized():
+                    torch.distributed.destroy_process_group()
+            rows += [r | {"measure": f"{name}: {r['measure']}".rstrip(": ")} for r in found]
+            said = "; ".join(f"{r['measure']} {r['value'] or 0:,.4g} {r['unit']}".strip() for r in found)
+            print(f"{name}: {said} [{time.perf_counter() - began:.0f} s]", flush=True)
     tell(rows)
 
 
 if __name__ == "__main__":
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    main("--toy" in sys.argv)
+    main(sys.argv[1:])
