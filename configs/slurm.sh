@@ -25,7 +25,8 @@ PY=$PY GPUS=$trainer_gpus srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-t
     # gloo would take the interface to which the host name resolves; this is the one that reaches the first node
     own=$(ip route get "$(getent ahostsv4 "$MASTER_ADDR" | sed -n "1s/ .*//p")" | sed -nE "s/.* src ([0-9.]+).*/\1/p")
     name=$(ip -o addr show to "$own" | sed -nE "s/^[0-9]+: ([^ ]+).*/\1/p")
-    [ -z "$name" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$name} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$name}
+    [ -z "$name" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$name} \
+        NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$name}
     if [ "$SLURM_NODEID" = 0 ]; then exec bash launch.sh "$@"; fi
     config=$1; shift
     exec "$PY" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \
