@@ -463,6 +463,8 @@ def prepare(cfg):
         require(has_rows, 2, f"eval.every = {cfg.eval.every}, but the environment {e.name!r} has no eval_dataset")
         wanted = 'enable_auto_tool_choice = true and tool_call_parser, e.g. "hermes" for Qwen'
         require(parses or not env.tools, 2, f"the environment {e.name!r} has tools: inference.args needs {wanted}")
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    require(Path(model).is_dir() or not is_path, 2, f"model = {model!r}: there is no such directory")
     from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
     try:

@@ -127,6 +127,7 @@ def load_model(cfg):
     text, dtype = config.get_text_config(), DTYPES[cfg.trainer.dtype] if cfg.trainer.use_lora else torch.float32
     text.update({key: 0.0 for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)})
     model = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).requires_grad_(False)
+    require(model.base_model is not model, 2, f"model = {path!r}: {type(model).__name__} has no base model of its own")
     for part in (model.get_decoder(), model.get_output_embeddings()):  # not what a composite model has for images
         part.requires_grad_(True)
     return model
@@ -751,6 +752,7 @@ def main(argv):
     """A run of one rank, from the last checkpoint to max_steps. RunError ends it; argv: see --help."""
     cfg, replay = configs.arguments(__doc__, argv)
     files, t, last = sorted(replay.glob("step_*.safetensors")) if replay else [], cfg.trainer, cfg.run.max_steps
+    require(files or not replay, 2, f"--replay {replay}: no step_*.safetensors there")
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
     start_distributed(cfg)
     is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0

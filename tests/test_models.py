@@ -9,8 +9,9 @@ import pytest
 import torch
 import transformers
 from conftest import BASE, ROOT, VLLM, lines, make_samples
+from ranks import replays
 from safetensors import safe_open
-from test_trainer import CPU, adamw, assert_gradients_of, batch_of, gradients, plain_model, scored
+from test_trainer import CPU, adamw, assert_gradients_of, batch_of, gradients, plain_model, scored, write_batches
 
 import trainer
 from configs import RunError
@@ -62,6 +63,7 @@ REFUSED = {
               "a row's length changes"),
     "Phi3": (GROUPED | PAD | {"max_position_embeddings": 128, "original_max_position_embeddings": 32,
              "rope_parameters": ROPE | LONG | {"rope_type": "longrope"}}, "a row's length changes"),
+    "Llama4": (ATTENTION | PAD | {"intermediate_size_mlp": 96, "num_local_experts": 2}, "has no base model of its own"),
 }  # fmt: skip
 
 
@@ -181,6 +183,23 @@ def test_what_is_not_understood_is_refused(family, make_cfg, tmp_path):
     cfg = make_cfg(model=make_model(family, shape, tmp_path / "model"))
     with pytest.raises(RunError, match=message) as error:
         trainer.check_policy(trainer.build_policy(cfg), cfg)
+    assert error.value.code == 2
+
+
+@pytest.mark.parametrize("loss", ["cispo", "sft"])
+def test_a_replay_refuses_a_network_that_is_not_understood(loss, make_cfg, tmp_path, monkeypatch):
+    """Where no server is there to differ from."""
+    build = trainer.build_policy
+
+    def build_wrong(cfg):
+        with_a_scaled_head(policy := build(cfg))
+        return policy
+
+    make_cfg(model=make_model("Llama", FAMILIES["Llama"], tmp_path / "model"))
+    saved = write_batches(tmp_path / "saved", 1)
+    monkeypatch.setattr(trainer, "build_policy", build_wrong)
+    with pytest.raises(RunError, match="logits are not head") as error:
+        replays([[tmp_path / "test.toml", "--replay", saved, f"trainer.loss={loss}", f"output_dir={tmp_path}"]])
     assert error.value.code == 2
 
 

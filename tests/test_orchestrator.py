@@ -206,6 +206,7 @@ def test_what_the_environment_and_the_model_lack_is_refused(run, models, tmp_pat
     for kind, override, message in (
         ("noise", f"model={model}", "no chat template: set chat_template"),
         ("noise", "model=nowhere/at_all", "model = 'nowhere/at_all'"),
+        ("noise", "model=.cache/at_all", "model = '.cache/at_all': there is no such directory"),
         ("noise", "chat_template=nowhere.jinja", "chat_template.* 'nowhere.jinja'"),
         ("no such kind", "max_steps=2", r"env.id = 'think_env': StopIteration:  in load_environment, think_env.py:\d+"),
         ("noise", "env.id=not_there", "env.id = 'not_there': ModuleNotFoundError"),

@@ -636,6 +636,13 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     assert last.startswith("[trainer] exit=5 no finite gradient, or a KL above 1, in three steps in a row: loss nan")
 
 
+def test_a_replay_of_nothing_is_refused(make_cfg, tmp_path):
+    make_cfg()
+    with pytest.raises(RunError, match=f"--replay {tmp_path}: no step_.*safetensors there") as e:
+        trainer.main([str(tmp_path / "test.toml"), "--replay", str(tmp_path)])
+    assert e.value.code == 2 and not list(tmp_path.glob("**/*-replay-*"))
+
+
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(make_cfg, monkeypatch):
     """A driver too old for this build of torch; a build for CPUs was asked for."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
