@@ -167,6 +167,11 @@ class SingleTurnEnv:
         self.eval_dataset = None if eval_dataset is None else load_rows(eval_dataset, "eval_dataset")
         self.rubric, self.parser, self.tools = rubric or Rubric(), parser, None
         self.head = [{"role": "system", "content": system_prompt}] * bool(system_prompt) + list(few_shot)
+        known = {*self.start(self.dataset[0]), *PLURALS, "state"}
+        for func, _, objects in self.rubric.parts if type(self) is SingleTurnEnv else ():  # others may add to the state
+            needed = {p.name for p in parameters(func).values() if p.default is p.empty and "VAR" not in p.kind.name}
+            wrong = sorted(needed - known - set(objects))
+            ensure(not wrong, f"reward function {func.__name__} wants {wrong}; there are {sorted(known)}")
 
     def start(self, row):
         """-> the state of a new rollout."""
