@@ -318,15 +318,15 @@ def test_bad_rubrics_and_no_rows_are_named():
     with pytest.raises(ValueError, match="dataset is empty"):
         SingleTurnEnv([])
 
-    def right(completion, anwser, **more):
+    def right(completion, reply, **more):
         return 1.0
 
     with pytest.raises(
-        ValueError, match=r"reward function right wants \['anwser'\]; there are \['answer', 'answers', "
+        ValueError, match=r"reward function right wants \['reply'\]; there are \['answer', 'answers', "
     ):
         SingleTurnEnv(ROWS, rubric=Rubric([right]))
     MultiTurnEnv(ROWS, rubric=Rubric([right]))  # its setup_state may add it
-    SingleTurnEnv(ROWS, rubric=Rubric([right], anwser=1))
+    SingleTurnEnv(ROWS, rubric=Rubric([right], reply=1))
     with pytest.raises(ValueError, match="2 weights for 1 func"):
         Rubric([len], [1, 2])
     with pytest.raises(ValueError, match="two functions are called '<lambda>'"):
