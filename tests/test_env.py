@@ -321,9 +321,7 @@ def test_bad_rubrics_and_no_rows_are_named():
     def right(completion, reply, **more):
         return 1.0
 
-    with pytest.raises(
-        ValueError, match=r"reward function right wants \['reply'\]; there are \['answer', 'answers', "
-    ):
+    with pytest.raises(ValueError, match=r"reward function right wants \['reply'\]; there are \['answer', 'answers', "):
         SingleTurnEnv(ROWS, rubric=Rubric([right]))
     MultiTurnEnv(ROWS, rubric=Rubric([right]))  # its setup_state may add it
     SingleTurnEnv(ROWS, rubric=Rubric([right], reply=1))
