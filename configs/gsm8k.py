@@ -5,6 +5,7 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
+from configs.hub import download
 from configs.parsers import XMLParser
 from env import DataError, Rubric, SingleTurnEnv, load_rows
 
@@ -40,18 +41,6 @@ def read_rows(source):
     return [split_solution(row, i) for i, row in enumerate(load_rows(source, "gsm8k"))]
 
 
-def download(split):
-    try:
-        from datasets import load_dataset
-
-        return load_dataset("openai/gsm8k", "main", split=split)
-    except Exception as e:  # no package, no network, no such host: a dozen types
-        raise DataError(
-            f"gsm8k: cannot load openai/gsm8k: {type(e).__name__}: {e}. Run `pip install datasets` where there is a "
-            'network, or name a JSON Lines file in the same format: env.args = { path = "configs/gsm8k_sample.jsonl" }'
-        ) from e
-
-
 def demonstrations(num):
     """For the supervised warm-up of the toy model: the sample's training rows, over and over."""
     rows = itertools.islice(itertools.cycle(read_rows(SAMPLE)[:-SAMPLE_EVAL]), num)
@@ -73,7 +62,7 @@ def load_environment(path="", num_train=0, num_eval=0, system_prompt=SYSTEM_PROM
             raise DataError(f"gsm8k: {path} has {len(rows)} rows; with num_eval = {num_eval} none is left for training")
         train, held_out = rows[:-num_eval], rows[-num_eval:]
     else:
-        train, held_out = read_rows(download("train")), read_rows(download("test"))
+        train, held_out = (read_rows(download("openai/gsm8k", split, "main")) for split in ("train", "test"))
     rubric = Rubric([correct, PARSER.get_format_reward_func()], [1.0, 0.2], parser=PARSER)
     return SingleTurnEnv(
         train[: num_train or None], held_out[: num_eval or None], system_prompt, rubric=rubric, parser=PARSER

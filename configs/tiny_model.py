@@ -50,15 +50,16 @@ def make_tokenizer(tokens=()):
     return fast
 
 
-def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=0):
+def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=0, **more):
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
+    shape = {"intermediate_size": 3 * hidden, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
+    shape |= {"head_dim": 32, "max_position_embeddings": 512} | more
     config = Qwen3Config(
-        vocab_size=vocab or len(tokenizer), hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
-        num_attention_heads=hidden // 32, num_key_value_heads=hidden // 64, head_dim=32, max_position_embeddings=512,
-        tie_word_embeddings=tied, bos_token_id=None, eos_token_id=0, pad_token_id=1,
+        vocab_size=vocab or len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, tie_word_embeddings=tied,
+        bos_token_id=None, eos_token_id=0, pad_token_id=1, **shape,
     )  # fmt: skip
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -125,16 +126,16 @@ def load_task(cfg):
     return importlib.import_module(names[0])
 
 
-def write_demonstrations(path, tokenizer, demonstrations):
+def write_demonstrations(path, tokenizer, demonstrations, batch_size=BATCH_SIZE):
     """Conversations -> batch files with the assistant's tokens as loss tokens."""
     path.mkdir(parents=True)
-    for step in range(len(demonstrations) // BATCH_SIZE):
-        talks = demonstrations[step * BATCH_SIZE : (step + 1) * BATCH_SIZE]
+    for step in range(len(demonstrations) // batch_size):
+        talks = demonstrations[step * batch_size : (step + 1) * batch_size]
         samples = [sample for talk in talks for sample in tokenize_conversation(tokenizer, talk)]
         save_batch(path / f"step_{step:06d}.safetensors", samples, {"step": step, "offline": True})
 
 
-def warm_up(config, work, steps):
+def warm_up(config, work, steps, more):
     """trainer.py on the demonstrations in `work` -> directory of the model."""
     overrides = [
         f"model={work / 'random'}",
@@ -146,7 +147,9 @@ def warm_up(config, work, steps):
         "trainer.dtype=fp32",
         "trainer.learning_rate=1e-3",
         "trainer.lr_scheduler_type=linear",
+        "trainer.compile=false",
         "checkpoint.every=0",
+        *more,
     ]
     command = [sys.executable, str(ROOT / "trainer.py"), str(config), *overrides, "--replay", str(work / "batches")]
     code = subprocess.run(command).returncode
@@ -155,8 +158,8 @@ def warm_up(config, work, steps):
     return work / "warmup-replay-sft" / "final"
 
 
-def main(argv):
-    """argv: config.toml [table.key=value ...]; makes the directory `model`."""
+def main(argv, make=make_model, more=()):
+    """argv: config.toml [table.key=value ...]; makes the directory `model`. more: overrides of the warm-up."""
     cfg, _ = arguments(__doc__, argv)
     task = load_task(cfg)
     if not hasattr(task, "demonstrations"):
@@ -170,9 +173,9 @@ def main(argv):
     work = Path(f"{model}.work")
     shutil.rmtree(work, ignore_errors=True)
     tokenizer = make_tokenizer(getattr(task, "TOKENS", ()))
-    make_model(work / "random", tokenizer)
+    make(work / "random", tokenizer)
     write_demonstrations(work / "batches", tokenizer, demonstrations)
-    final = warm_up(cfg.path, work, steps)
+    final = warm_up(cfg.path, work, steps, more)
     os.rename(final, model)
     shutil.rmtree(work)
 

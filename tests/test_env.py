@@ -271,18 +271,21 @@ def test_a_rollout_does_not_change_the_rows_and_a_new_state_counts():
     assert rows == [{"question": "q", "info": {"a": 1}}] and state["info"]["seen"] and state["more"] == 3
 
 
-def test_shipped_environments_load_as_the_orchestrator_loads_them():
-    """In a process of its own, without what the tests put on the path."""
-    code = ("from pathlib import Path\nfrom configs import load_config\nfrom env import load_environment\n"
+def test_shipped_environments_load_as_the_orchestrator_loads_them(tmp_path):
+    """In a process of its own, without what the tests put on the path. What the hub has, a file has here."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab"}\n' * 200)
+    code = ("import sys\nfrom pathlib import Path\nfrom configs import load_config\nfrom env import load_environment\n"
             "for path in sorted(Path('configs').glob('*.toml')):\n"
             "    sandboxed = ('defaults', 'math_python', 'qwen3_4b_8gpu')\n"
-            "    more = ['env.args.path=configs/gsm8k_sample.jsonl'] * ('0.6b' in path.stem)\n"  # the hub is far
+            "    files = {'qwen3_0.6b_1gpu': 'configs/gsm8k_sample.jsonl', 'reverse_text_qwen3': sys.argv[1]}\n"
+            "    more = [f'env.args.path={files[path.stem]}'] if path.stem in files else []\n"
             "    for e in load_config(path, more).env if path.stem not in sandboxed else ():\n"
             "        print(path.stem, len(load_environment(e.id, e.args).dataset))")  # fmt: skip
     env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    command = [sys.executable, "-c", code, tmp_path / "rows.jsonl"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= 10
+    assert len(done.stdout.splitlines()) >= 11
 
 
 def test_score_of_several_turns():

@@ -1,6 +1,7 @@
 """The toys of configs/: their warm-up fits their TOML and their environment, and no split has rows of another."""
 
 import importlib
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -8,9 +9,11 @@ from collections import Counter
 import pytest
 import tiny_model
 import torch
+import transformers
 from conftest import ROOT
 
 from configs import load_config
+from configs.scoring import score
 from env import load_environment
 
 TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "verifiers_env",
@@ -108,3 +111,25 @@ def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
     assert [path.name for path in model.parent.iterdir()] == ["quick"]
     assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.float32
     assert AutoTokenizer.from_pretrained(model).chat_template == tiny_model.TEMPLATE
+
+
+def test_a_model_of_another_shape(tmp_path):
+    """configs/shaped_model.py at toy size: each id has a text, and the warm-up has taught the model something."""
+    env = os.environ | {"SHAPE": "toy", "PYTHONPATH": str(ROOT)}
+    more = [f"model={tmp_path / 'shaped'}", f"output_dir={tmp_path}"]
+    command = [sys.executable, "configs/shaped_model.py", "configs/qwen3_shape.toml", *more]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "shaped")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "shaped", dtype=torch.float32)
+    assert model.config.vocab_size == len(tokenizer) == 1000 and all(map(tokenizer.decode, range(8, 1000)))
+    talk = [{"role": "user", "content": "bado"}, {"role": "assistant", "content": "odab"}]
+    ids = tokenizer.apply_chat_template(talk, return_tensors="pt", return_dict=False)
+    assert model(ids, labels=ids).loss < 5  # log(1000) is 6.9
+
+
+def test_reverse_text_as_prime_rl_does_it(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "abcd"}\n{"prompt": "xyz"}\n')
+    env = load_environment("reverse_text_qwen3", {"path": str(tmp_path / "rows.jsonl"), "num_eval": 1})
+    said = ["<reversed_text>\nzyx\n</reversed_text>", "<reversed_text>zy</reversed_text>", "zyx"]
+    assert score(env, ["xyz"] * 3, said) == [1.0, 0.8, 0.0]  # of 5 characters 4 are shared; no tag is no answer

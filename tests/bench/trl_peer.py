@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the very rollouts, and on the very task, that trainer.py gets; for tools/bench.py.
 
     python trl_peer.py step MODEL ROLLOUTS.json STEPS [trim]       -> {"train_s": [seconds per optimizer step, ...]}
-    python trl_peer.py run MODEL STEPS SEED LEARNING_RATE GOAL     -> {"reward": [...], "at": [seconds], "step_s": ...}
+    python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [seconds], "step_s": ...}
 
 As shipped: 8 sequences a micro-batch, padded to the longest of the whole batch; trim: to the longest of its own.
 Neither recomputes activations, as ours does not; TRL would by default."""
@@ -85,9 +85,9 @@ def step(model, rollouts, steps, trim=""):
     return {"train_s": clock.train_s}
 
 
-def run(model, steps, seed, learning_rate, goal):
-    """The quickstart's task, 16 words x 16 answers a step in our orchestrator's order, until three batches have the
-    goal's mean."""
+def run(model, steps, seed, learning_rate, goal, batch, tokens):
+    """The quickstart's task, groups of 16 answers in our orchestrator's order, until three batches have the goal's
+    mean."""
     import reverse_text
 
     from configs import load_config
@@ -95,7 +95,7 @@ def run(model, steps, seed, learning_rate, goal):
 
     env, means, at, began = reverse_text.load_environment(), [], [], time.perf_counter()
     order = Order(env.dataset, load_config(ROOT / "configs" / "reverse_text.toml", [f"seed={seed}"]))
-    rows = [env.dataset[order.take(0)[1]] for _ in range(16 * int(steps))]
+    rows = [env.dataset[order.take(0)[1]] for _ in range(int(batch) // 16 * int(steps))]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": r["question"]}], **r} for r in rows])
 
     def reward(completions, answer, **_):
@@ -106,8 +106,8 @@ def run(model, steps, seed, learning_rate, goal):
         return scores
 
     config = options(
-        per_device_train_batch_size=256, num_generations=16, max_completion_length=16, max_steps=int(steps),
-        learning_rate=float(learning_rate), seed=int(seed),
+        per_device_train_batch_size=int(batch), num_generations=16, max_completion_length=int(tokens),
+        max_steps=int(steps), learning_rate=float(learning_rate), seed=int(seed),
     )  # fmt: skip
     clock = Clock()
     trainer = Timed(
