@@ -3,7 +3,7 @@
 # Sets up .venv once, then runs orchestrator.py, vLLM server(s) and torchrun trainer.py until all is done or one fails.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage, 130/143.
 # Environment: SERVER="python tests/fake_vllm.py" replaces vLLM; PYTHON makes .venv, KIND=gpu (or cpu) is what goes into
-# it (--setup: no more than that); NNODES=N MASTER_ADDR=... MASTER_PORT=... trains on N machines (README, "Devices").
+# it (--setup: no more than that); NNODES=N MASTER_ADDR=... MASTER_PORT=... trains on N machines (configs/README).
 set -u
 if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,6s/^# //p' "$0"; exit 2; fi
 GIVEN=("$(realpath -m -- "$1")" "${@:2}") && cd "$(dirname "$0")" || exit 2
@@ -60,7 +60,8 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
 done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3))
-export DO_NOT_TRACK=1 ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} # servers are called so
+export TRITON_F32_DEFAULT=ieee # in fp32 vLLM's attention would take TF32: 1e-3 nats off
+export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} # servers are called so
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
     --served-model-name "$ROLEMODEL_RUN_ID" --logprobs-mode processed_logprobs --scheduling-policy priority
     --worker-extension-cls trainer.WeightReceiver ${run_chat_template:+--chat-template "$run_chat_template"})
@@ -77,7 +78,7 @@ elif [ $((inference_gpus + trainer_gpus)) -gt "$NUM" ]; then # NCCL refuses two 
 fi
 flags+=("${inference_flags[@]}") # last, so that they overrule
 GIVEN+=("inference.urls=[$(printf '"%s",' "${URLS[@]}")]")
-[ -n "${NNODES:-}${inference_urls[*]}" ] || export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+[ -n "${NNODES:-}${inference_urls[*]}" ] || export {GLOO,NCCL}_SOCKET_IFNAME=lo
 [ -z "${NNODES:-}" ] || nodes=(--nnodes "$NNODES" --node-rank 0 --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
 
 # --- how a role starts, and how all of them end -----------------------------------------------------------------------
@@ -85,7 +86,7 @@ declare -A PID # role: pid; inference/pid: pid of a vLLM engine, which may outli
 exec 3>&2 6<"$TMP" 8<> <(:) # 3: for the last line; 6: a short TMPDIR for vLLM's sockets; 8: what a role has to say
 export ROLEMODEL_LAUNCHER=$$ ROLEMODEL_PIPE=/proc/$$/fd/8 ROLEMODEL_PROGRESS=$TMP/progress VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
-export VLLM_ENGINE_READY_TIMEOUT_S=${inference_startup_timeout%.*} VLLM_ALLOW_RUNTIME_LORA_UPDATING=True
+export VLLM_ENGINE_READY_TIMEOUT_S=${inference_startup_timeout%.*} VLLM_ALLOW_RUNTIME_LORA_UPDATING=True DO_NOT_TRACK=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor_$(id -un)}; ulimit -c 0 -n "$(ulimit -Hn)"
 start() { # role, command ...: in a session of its own; the kernel kills it when this script dies
     echo "=== $(date -Is) ${*:2}" | sed -E 's/((key|token|secret|password)[= ])[^ ]+/\1REDACTED/gI' >>"$LOGS/$1.log"
@@ -111,8 +112,7 @@ finish() { # code, last line
     for _ in {1..50}; do [ -n "$(family "${PID[@]}")" ] && sleep 0.1 || break; done
     for _ in 1 2 3; do kill -KILL $(family "${PID[@]}"); sleep 0.1; done
     kill "${CONSOLE:-}"; wait; clear_up
-    if [ "$code" = 0 ]; then echo "$last"; else echo "$last" >&3; fi
-    exit "$code"
+    if [ "$code" = 0 ]; then echo "$last"; else echo "$last" >&3; fi; exit "$code"
 }
 hear() { ! read -t 0 -u 8 || read -r -u 8 said; } # no other timeout: when it is over, bash would leave a trap half done
 dead() { # role, status [, cause]: ends the run for what the first role to fail said, else for how this one ended

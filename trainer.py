@@ -80,20 +80,22 @@ class Policy(nn.Module):
     """A Hugging Face causal LM that returns log-probabilities of given tokens. The head runs inside this forward, where
     FSDP2 holds its weight; in parts of CHUNK logits, and again in backward: no full [N, V] tensor exists."""
 
-    CHUNK = 1 << 26  # 256 MiB in fp32, of which there are a few at a time
+    CHUNK = 1 << 26  # 256 MiB in fp32, of which there are about four at a time; of a GPU's memory a thirtieth
 
     def __init__(self, model, device, head_dtype=None):
         super().__init__()
         self.model, self.device, self.head_dtype, c = model, device, head_dtype, model.config.get_text_config()
         self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
         self.softcap = getattr(c, "final_logit_softcapping", None)
+        if device.type == "cuda":
+            self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
 
     def head(self, weights, hidden_ND, target_N, temperature_N):
         """-> logp_N and entropy_N, stacked, in nats, of fp32 logits over the temperature. One tensor: of two, of which
         a loss uses one, backward would keep what it has recomputed for the other, of every chunk.
 
-        weights: the head's parameters in fp32, in which the gradients of the chunks add up."""
+        weights: the head's parameters, in fp32 where they are trained: in that the gradients of the chunks add up."""
         head = self.model.get_output_embeddings()
         dtype = self.head_dtype or head.weight.dtype
         weights = {name: w.to(dtype) for name, w in weights.items()}
@@ -109,7 +111,8 @@ class Policy(nn.Module):
         No attention mask: filler stands at the end of a row, where no causal model looks."""
         hidden_BWD = self.model.base_model(input_ids=micro["ids_BW"], use_cache=False).last_hidden_state
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
-        weights = {name: p.float() for name, p in self.model.get_output_embeddings().named_parameters()}
+        params = self.model.get_output_embeddings().named_parameters()
+        weights = {name: p.float() if p.requires_grad else p for name, p in params}
         chunks = zip(*(x.split(self.CHUNK // self.model.config.get_text_config().vocab_size or 1) for x in parts))
         logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them
@@ -145,12 +148,14 @@ def build_policy(cfg):
         add_lora(model, t)
     if t.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.disable_input_require_grads()  # a need of reentrant checkpoints; the first block would be another graph
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
         block.forward = torch.compile(block.forward, dynamic=True)
     policy = Policy(model, torch.device("cuda" if is_cuda else "cpu"), DTYPES.get(t.head_dtype))
     if t.compile:
         policy.head = torch.compile(policy.head, dynamic=True)
+        torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code; then nothing is compiled
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
@@ -414,7 +419,7 @@ def sampler_weights(model, dtype, adapters):
         place, _, key = name.rpartition(".")
         module, is_lora = model.get_submodule(place), key.startswith("lora_")
         if is_lora == adapters:
-            w = full(p.detach())
+            w = full(p.detach().to(dtype))
             if isinstance(module, LoRALinear) and key == "weight":
                 w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
             yield f"base_model.model.{name}.weight" if is_lora else name, w.to(dtype).contiguous()
@@ -445,7 +450,7 @@ class WeightSender:
         t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
         # a server closes idle connections, maybe just as one is used; trust_env: no proxy between the roles
         self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
-        self.pool, self.names = ThreadPoolExecutor(64), set()
+        self.pool = ThreadPoolExecutor(64)
         # 1. Servers of this run, and of no other: a stale one is never trained against.
         others = {url: name for url in self.urls if (name := self.wait_ready(url)) != served_name(cfg)}
         require(not others, 2, f"a server of another run answers: {others}; this run is {served_name(cfg)!r}")
@@ -493,12 +498,10 @@ class WeightSender:
         got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
         refuse_non_finite(tensors, what)
-        missing, self.names = sorted(self.names - set(tensors)), set(tensors)
-        require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
         spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": about}
         if not about:
-            self.post_all("/pause?mode=keep")
+            self.post_all("/pause?mode=keep&clear_cache=false")  # else it forgets, and reads again, what they have said
         replies = self.rpc("receive_weights", [spec] * len(self.urls))
         try:
             deque(stream(self.group, self.device, self.spec | spec, tensors), 0)
@@ -559,9 +562,10 @@ def score(policy, rows, firsts=()):
     return policy(collate(Batch(columns, lens, [], {}), list(range(len(rows))), policy.device))[0]
 
 
-def gap(diff_N, t, most=0):
-    """Of differences in nats the largest in fp32, the mean in 16 bits, and what it may be."""
-    return (diff_N.max().item(), most or 1e-3) if t.dtype == "fp32" else (diff_N.mean().item(), most or 0.05)
+def gap(diff_N, t, most):
+    """Of differences in nats the largest in fp32, the mean in 16 bits, and what it may be: `most` in 16 bits."""
+    value, usual = (diff_N.max(), 1e-3) if t.dtype == "fp32" else (diff_N.mean(), most)
+    return value.item(), t.max_sync_dlogp or usual
 
 
 def random_rows(policy, cfg):
@@ -581,27 +585,30 @@ def check_policy(policy, cfg):
     pairs["a row's length changes its first tokens (RoPE, or no causal model)"] = score(policy, [longest]), own[-1]
     pairs["rows of a rectangle mix"] = score(policy, rows), torch.cat(own)
     for what, (a_N, b_N) in pairs.items():
-        value, limit = gap((a_N[: len(b_N)] - b_N).abs(), cfg.trainer)
+        value, limit = gap((a_N[: len(b_N)] - b_N).abs(), cfg.trainer, 0.2)  # of tokens that no policy would say
         require(value <= limit, 2, f"model = {cfg.run.model!r}: {what}: {value:.2g} nats, at most {limit:g}")
 
 
 @torch.no_grad()
 def canary(sender, policy, version, cfg, batch=None):
     """Every server goes on with the same rows: prompts of the batch, or random ones before there is one. The trainer
-    scores what it said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
+    scores what it said, in rectangles, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
     Collective."""
-    rows = [] if batch else random_rows(policy, cfg)
+    rows, most = [] if batch else random_rows(policy, cfg), min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
     for i in range(0, len(batch.lens), -(-len(batch.lens) // len(CANARY))) if batch else ():
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
-        rows.append(tokens[: max(1, min(int(mask.int().argmax()), cfg.run.max_seq_len - SAID))].tolist())
-    said = sender.say(version, rows) if sender else [([0], [])]  # other ranks only take part in the forward
-    pairs = list(zip(rows * len(cfg.inference.urls), said))
-    logp_N = score(policy.eval(), [row + ids for row, (ids, _) in pairs], [len(row) for row, _ in pairs])
+        rows.append(tokens[: max(1, min(int(mask.int().argmax()), most // len(CANARY) - SAID))].tolist())
+    rows = rows if sender else [[0]]  # other ranks only take part in the forward
+    said = sender.say(version, rows) if sender else [([0], [])] * len(cfg.inference.urls)
+    policy.eval()
+    each = [said[i : i + len(rows)] for i in range(0, len(said), len(rows))]  # a rectangle a server: a micro-batch
+    lens = [len(row) for row in rows]
+    logp_N = torch.cat([score(policy, [row + ids for row, (ids, _) in zip(rows, part)], lens) for part in each])
     policy.train()
     if not sender:
         return {}
     diff_N = (logp_N - torch.tensor([x for _, logps in said for x in logps], device=policy.device)).abs()
-    value, limit = gap(diff_N, cfg.trainer, cfg.trainer.max_sync_dlogp)
+    value, limit = gap(diff_N, cfg.trainer, 0.05)
     metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
     require(value <= limit, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
     return metrics
@@ -616,7 +623,8 @@ def publish(sender, policy, version, cfg, batch=None):
         dist.barrier()
         if sender:
             sender.post_all("/wake_up")
-    tensors = {name: w for name, w in sampler_weights(policy.model, dtype, cfg.sends_adapters) if sender}
+    weights = sampler_weights(policy.model, dtype, cfg.sends_adapters)
+    tensors = {name: w.to(sender.device) for name, w in weights if sender}
     if sender:
         sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
     metrics = canary(sender, policy, version, cfg, batch)
@@ -640,8 +648,10 @@ def state_of(policy, optimizer):
     """{name: tensor, or a rank's part} of what training changes: parameters, optimizer, extra."""
     found = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
     for name, p in trained(policy).items():
-        found[f"policy/{name}"] = p.detach()
-        found |= {f"optimizer/{name}/{k}": x for k, x in optimizer.state[p].items() if isinstance(x, torch.Tensor)}
+        found[f"policy/{name}"], state = p.detach(), optimizer.state[p]
+        lost = [k for k, x in state.items() if not isinstance(x, torch.Tensor | None)]
+        require(not lost, 2, f"trainer.optimizer keeps {lost} of a parameter as no tensor; a checkpoint would lose it")
+        found |= {f"optimizer/{name}/{k}": x for k, x in state.items() if x is not None}
     return found
 
 

@@ -117,7 +117,7 @@ def resolve(given, path, is_check):
         holds |= {"left out without": lambda: b or a == usual, "0 with": lambda: not (a and b)}
         require(holds[relation](), 2, f"{key} = {a} must be {relation} {other}{f' = {b}' * (other in values)}")
     # 3. The tables.
-    flat |= {"max_steps": 0, "tracker": "", "eval.every": 0, "inference.sleep": False} if is_check else {}
+    flat |= {"max_steps": 0, "tracker": "", "eval.every": 0} if is_check else {}
     cfg = argparse.Namespace(path=path, flat=flat)
     for table in ("run", "env", "orchestrator", "sampling", "inference", "trainer", "eval", "checkpoint"):
         values = {k.rpartition(".")[2]: v for k, v in flat.items() if f"run.{k}".split(".")[-2] == table}

@@ -387,6 +387,24 @@ def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
     print(f"{graphs[-1]} graphs, {np.mean(waste):.1%} waste")
 
 
+@pytest.mark.parametrize("how", [["trainer.use_lora=true"], ["trainer.use_lora=true", "trainer.dtype=bf16"], []])
+def test_every_pass_of_a_run_is_compiled(how, make_cfg, monkeypatch):
+    """Dynamo runs a block as it is, without a word, once its code has more graphs than a limit. Those of all blocks
+    count together: in training and not, with gradients and without, for one row and more."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    cfg = make_cfg("trainer.compile=true", "trainer.gradient_checkpointing=true", *how)
+    policy, draw = trainer.build_policy(cfg), torch.Generator().manual_seed(0)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        trainer.check_policy(policy, cfg)
+        for _ in range(4):
+            with torch.no_grad():  # the canary
+                trainer.score(policy.eval(), trainer.random_rows(policy, cfg))
+            policy.train()
+            for num, width in ((1, 40), (3, 33), (8, 9)):
+                trainer.score(policy, torch.randint(64, [num, width], generator=draw).tolist()).sum().backward()
+
+
 class Waits(TorchDispatchMode):
     """Notes what makes a CPU wait for a GPU: numbers that leave it, and shapes that depend on values."""
 

@@ -64,6 +64,19 @@ def longest_batch(cfg, vocab):
     return trainer.Batch(columns, torch.full((num,), length), samples, info)
 
 
+@contextlib.contextmanager
+def asleep(sender, cfg):
+    """With inference.sleep the GPU's memory is the trainer's, as it is in a step of the run. Collective."""
+    if cfg.inference.sleep and sender:
+        sender.post_all("/sleep?level=1&mode=keep")
+    dist.barrier()
+    yield
+    torch.cuda.empty_cache()
+    dist.barrier()
+    if cfg.inference.sleep and sender:
+        sender.post_all("/wake_up")
+
+
 def check_memory(policy, cfg):
     """Two steps of two of the largest micro-batches at a learning rate of 0: the second step's second one runs beside
     Adam's state and the first one's gradients, as all do later."""
@@ -182,9 +195,10 @@ def main(argv):
     policy = trainer.build_policy(cfg)
     with passes("the policy, in training and in rectangles, is the model's own forward, a row at a time"):
         trainer.check_policy(policy, cfg)
-    check_memory(policy, cfg)
     is_first = dist.get_rank() == 0
     sender = trainer.WeightSender(cfg, run_directory(cfg), policy.device) if is_first else None
+    with asleep(sender, cfg):
+        check_memory(policy, cfg)
     check_sync(sender, policy, cfg)
     if is_first:
         check_task(cfg)
