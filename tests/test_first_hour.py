@@ -243,7 +243,7 @@ def test_the_readme_quotes_what_is_printed():
         (ROOT / name).read_text() for name in ("tools/check.py", "tools/watch.py", "trainer.py", "launch.sh")
     )
     table = re.findall(r"^\| `(?:check: FAIL|warning:|(?=no finite))(.*?)`", READMES["tools/README.md"], re.MULTILINE)
-    assert len(table) == 5
+    assert len(table) == 7
     for quoted in table:
         for part in re.split(r"\.\.\.|;", quoted.replace("\\|", "|")):
             assert part.strip() in source, part

@@ -168,6 +168,16 @@ def test_a_healthy_run_in_a_few_lines(tmp_path, capsys):
     assert (run / "curves.png").exists() and not (run / "tracker.json").exists()
 
 
+def test_how_to_serve_an_adapter(tmp_path, capsys):
+    """vLLM refuses a rank above --max-lora-rank, by default 16, and takes only some values for it."""
+    run = write_steps(tmp_path / "run", range(3))
+    (run / "final").mkdir()
+    (run / "final" / "adapter_config.json").write_text('{"r": 20}')
+    watch.main([str(run), "--once"])
+    flags = f"--enable-lora --max-lora-rank 32 --lora-modules final={run / 'final'}"
+    assert said(capsys, "result: vllm") == [f"result: vllm serve m {flags}"]
+
+
 def test_half_lines_wait_and_a_new_file_is_read_from_its_beginning(tmp_path):
     path = tmp_path / "some.jsonl"
     following = show.Lines(path)

@@ -400,9 +400,12 @@ class Watch:
         if not (self.run / "done").exists() or not final.exists():
             return
         learned = "; ".join(self.gains.values()) or "no evaluation (eval.every)"
-        is_adapter = (final / "adapter_config.json").exists()
-        served = f"{self.config['model']} --enable-lora --lora-modules final={final}" if is_adapter else final
-        name, url = "final" if is_adapter else final, "http://127.0.0.1:8000/v1"
+        served, name, url = final, final, "http://127.0.0.1:8000/v1"
+        if (about := final / "adapter_config.json").exists():
+            rank = json.loads(about.read_text())["r"]
+            rank = min(r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= rank)  # those that vLLM takes
+            name, lora = "final", f"--enable-lora --max-lora-rank {rank} --lora-modules final={final}"
+            served = f"{self.config['model']} {lora}"
         say(f"result: {learned}")
         say(f"result: vllm serve {served}")
         say(f"result: python tools/evaluate.py {self.run}/config.toml --eval --base-url {url} --model {name}")
