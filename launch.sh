@@ -47,12 +47,11 @@ clear_up; rm -f "$run_dir"/{version,done}; mkdir -p "$TMP/progress" || fail 6 "$
 # --- devices, flags, ports --------------------------------------------------------------------------------------------
 IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 slice() { local IFS=,; echo "${DEVICES[*]:$1:$2}"; } # first, count
-share() { local n=$(($(nproc) / 2 / ($1 > 0 ? $1 : 1))); echo $((n > 0 ? n : 1)); } # threads of each of $1 processes
+share() { local n=$(($(nproc) / ($1 > 0 ? $1 : 1))); echo $((n > 0 ? n : 1)); } # threads of each of $1 processes
 is_taken() { (exec 5<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 NUM=${#DEVICES[@]} URLS=("${inference_urls[@]}") gate=() offline=() vars=(TMPDIR=/proc/$$/fd/6) nodes=(--standalone)
 [[ " ${inference_flags[*]} " =~ " --tensor-parallel-size "([0-9]+) ]] && TP=${BASH_REMATCH[1]} || TP=1
-[ ${#URLS[@]} = 0 ] || inference_gpus=0 # they run already
-SERVERS=$((inference_gpus / TP)) first=$inference_gpus
+[ ${#URLS[@]} = 0 ] || inference_gpus=0; SERVERS=$((inference_gpus / TP)) first=$inference_gpus # URLS run already
 for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
     while [ "$inference_port" = 0 ] && port=$((20000 + RANDOM % 12000)) && is_taken $port; do :; done
     ! is_taken $port || fail 2 "port $port is in use: leave inference.port out, or set another"
@@ -67,7 +66,7 @@ flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" 
     --worker-extension-cls trainer.WeightReceiver ${run_chat_template:+--chat-template "$run_chat_template"})
 [ "$sends_adapters" = False ] || flags+=(--enable-lora --max-lora-rank $rank --max-loras $loras)
 if [ "$GPUS" -eq 0 ]; then # no minute of g++; one process less, by its path, since vLLM turns "uni" into "mp"
-    flags+=(--enforce-eager) vars+=(TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(share $SERVERS)}")
+    flags+=(--enforce-eager) vars+=(TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(share $((2*SERVERS)))})
     [ "$TP" -gt 1 ] || flags+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
 elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
     fail 2 "inference.gpus = $inference_gpus and trainer.gpus = $trainer_gpus, but there are $NUM GPUs"
@@ -139,8 +138,9 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
         start "inference${i#0}" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" "${vars[@]}" "${offline[@]}" \
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}" --port "${URLS[i]##*:}"
     done
+    local n=$trainer_gpus; [ -n "$(find -L "$run_model" -size +32M 2>/dev/null)" ] || n=$((2 * n)) # small: less to do
     start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" "${offline[@]}" \
-        OMP_NUM_THREADS="$(share "$trainer_gpus")" PYTORCH_ALLOC_CONF=expandable_segments:True "${gate[@]}" "$PY" -m \
+        OMP_NUM_THREADS="$(share "$n")" PYTORCH_ALLOC_CONF=expandable_segments:True "${gate[@]}" "$PY" -m \
         torch.distributed.run --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "$program" "${GIVEN[@]}"
     [ ! -f tools/watch.py ] || [ -n "$CHECK" ] || start watch "$PY" tools/watch.py "$run_dir"
 }

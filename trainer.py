@@ -450,7 +450,7 @@ class WeightSender:
         t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
         # a server closes idle connections, maybe just as one is used; trust_env: no proxy between the roles
         self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
-        self.pool = ThreadPoolExecutor(64)
+        self.pool, self.names = ThreadPoolExecutor(64), set()
         # 1. Servers of this run, and of no other: a stale one is never trained against.
         others = {url: name for url in self.urls if (name := self.wait_ready(url)) != served_name(cfg)}
         require(not others, 2, f"a server of another run answers: {others}; this run is {served_name(cfg)!r}")
@@ -498,6 +498,8 @@ class WeightSender:
         got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
         refuse_non_finite(tensors, what)
+        missing, self.names = sorted(self.names - set(tensors)), set(tensors)
+        require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
         spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": about}
         if not about:

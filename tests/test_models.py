@@ -88,7 +88,7 @@ def sent(monkeypatch):
     """sent(policy, cfg) -> what publish would broadcast."""
 
     class Sender:
-        run_dir = None
+        run_dir, device = None, CPU
 
         def send(self, version, tensors):
             self.tensors = tensors

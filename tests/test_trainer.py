@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BASE, ROOT, launch, lines, make_samples, run_trainer, write_run
+from conftest import BASE, ROOT, launch, lines, make_samples, run_trainer, some, write_run
 from ranks import replays
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -387,7 +387,9 @@ def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
     print(f"{graphs[-1]} graphs, {np.mean(waste):.1%} waste")
 
 
-@pytest.mark.parametrize("how", [["trainer.use_lora=true"], ["trainer.use_lora=true", "trainer.dtype=bf16"], []])
+@pytest.mark.parametrize(
+    "how", some([[], ["trainer.use_lora=true"], ["trainer.use_lora=true", "trainer.dtype=bf16"]], 1)
+)
 def test_every_pass_of_a_run_is_compiled(how, make_cfg, monkeypatch):
     """Dynamo runs a block as it is, without a word, once its code has more graphs than a limit. Those of all blocks
     count together: in training and not, with gradients and without, for one row and more."""
