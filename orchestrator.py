@@ -344,13 +344,14 @@ def commit_batch(n, groups, orders, run_dir, cfg):
 
 
 def resume(run_dir, cfg):
-    """-> number of the next batch, ledgers by environment. Batches since the checkpoint are trained again."""
+    """-> the checkpoint's step, number of the next batch, ledgers by environment. Batches between are trained again."""
     found, path, ledger, n = max((run_dir / "checkpoints").glob("step_??????"), default=None), None, {}, 0
     try:
         if found:
             state = json.loads((path := found / "state.json").read_text())
             refuse_other(state["run"], cfg, found)
             ledger, n = state["ledger"], state["step"]
+        step = n
         while (path := run_dir / "batches" / f"step_{n:06d}.safetensors").exists():
             info = json.loads(safe_open(path, "np").metadata()["info"])
             refuse_other(info["run"], cfg, path)
@@ -360,7 +361,7 @@ def resume(run_dir, cfg):
         raise RunError(6, f"{path} is damaged ({type(e).__name__}: {e}). Remove {what}, and start again") from e
     configs.cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
     configs.cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= n)
-    return n, ledger
+    return step, n, ledger
 
 
 # --- metrics and evaluation -------------------------------------------------------------------------------------------
@@ -422,7 +423,7 @@ async def evaluate(due, lock, envs, client, run_dir, cfg):
     await client.until(due)
     async with lock:  # after one that took longer than eval.every, at the version then live
         e, version, began, text, path = cfg.eval, client.version, time.time(), "", run_dir / "eval.jsonl"
-        if any(json.loads(line)["step"] == version for line in path.read_text().splitlines()):
+        if any(json.loads(line)["step"] in (due, version) for line in path.read_text().splitlines()):
             return
         override = {"temperature": e.temperature, "max_tokens": e.max_tokens or cfg.sampling.max_tokens}
         slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // e.rollouts_per_example))
@@ -481,7 +482,7 @@ async def run(cfg):
     """Batches from the last committed one to max_steps, and evaluations. RunError, or an error of ours, ends it."""
     # 1. What can be wrong is found before a server starts, which launch.sh does once it is told.
     o, e, run_dir, last = cfg.orchestrator, cfg.eval, configs.run_directory(cfg), cfg.run.max_steps
-    envs, (start, ledger) = prepare(cfg), resume(run_dir, cfg)
+    envs, (step, start, ledger) = prepare(cfg), resume(run_dir, cfg)
     make_order, keep = named(o.order, {"": Order}), named(o.keep, {"": why_drop})
     extra_groups = named(o.extra_groups, {"": lambda n: []})
     fill_with = named("orders:ahead" if o.oversampling_factor > 1 else "", {"": fill})
@@ -515,10 +516,10 @@ async def run(cfg):
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.follow(run_dir / "version"))
-        for n in range(start, last + 1):
+        for n in range(step, last + 1):  # an evaluation may be missing, though its batch is there
             is_due = e.every and (n % e.every == 0 or n == last)
             evaluation = tasks.create_task(evaluate(n, lock, envs, client, run_dir, cfg)) if is_due else None
-            if n < last:
+            if start <= n < last:
                 await client.until(max(0, n - o.max_staleness))
                 shares = Counter(itertools.islice(dealt, num_groups))
                 batch = tasks.create_task(produce(n, shares, batch, evaluation))

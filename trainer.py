@@ -95,7 +95,7 @@ class Policy(nn.Module):
         """-> logp_N and entropy_N, stacked, in nats, of fp32 logits over the temperature. One tensor: of two, of which
         a loss uses one, backward would keep what it has recomputed for the other, of every chunk.
 
-        weights: the head's parameters, in fp32 where they are trained: in that the gradients of the chunks add up."""
+        weights: the head's parameters. Those that are trained are in fp32: in it the chunks' gradients add up."""
         head = self.model.get_output_embeddings()
         dtype = self.head_dtype or head.weight.dtype
         weights = {name: w.to(dtype) for name, w in weights.items()}
@@ -112,7 +112,7 @@ class Policy(nn.Module):
         hidden_BWD = self.model.base_model(input_ids=micro["ids_BW"], use_cache=False).last_hidden_state
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
         params = self.model.get_output_embeddings().named_parameters()
-        weights = {name: p.float() if p.requires_grad else p for name, p in params}
+        weights = {name: p.float() if p.requires_grad or self.head_dtype else p for name, p in params}
         chunks = zip(*(x.split(self.CHUNK // self.model.config.get_text_config().vocab_size or 1) for x in parts))
         logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them

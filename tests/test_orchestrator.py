@@ -583,6 +583,19 @@ def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
         make_cfg("inference.sleep=true")
 
 
+@pytest.mark.slow
+def test_an_evaluation_that_was_not_finished_is_made_up_for(launched):
+    """A run was killed when batch 3 was committed, and evaluation 3, which had outlived its hold, was not."""
+    how = (4, '{ kind = "noise" }', "eval.every=1", "checkpoint.every=2")
+    _, run_dir = launched(*how)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
+    (run_dir / "done").unlink()
+    told = [line for line in lines(run_dir / "eval.jsonl") if line["step"] != 3]
+    (run_dir / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    launched(*how)
+    assert [line["step"] for line in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 4, 3]
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_servers_that_run_elsewhere(launched, fake_servers):

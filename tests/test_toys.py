@@ -113,6 +113,7 @@ def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
     assert AutoTokenizer.from_pretrained(model).chat_template == tiny_model.TEMPLATE
 
 
+@pytest.mark.long
 def test_a_model_of_another_shape(tmp_path):
     """configs/shaped_model.py at toy size: each id has a text, and the warm-up has taught the model something."""
     env = os.environ | {"SHAPE": "toy", "PYTHONPATH": str(ROOT)}

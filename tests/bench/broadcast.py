@@ -87,6 +87,21 @@ def one_each(sender, tensors):
     return time.perf_counter() - began
 
 
+def note_pauses(sender, paused):
+    """Puts into `paused` the seconds from a pause's reply to the call that resumes."""
+    honest = sender.post_all
+
+    def post_all(path, body=None):
+        if path == "/resume":
+            paused.append(time.perf_counter() - paused.pop())
+        reply = honest(path, body)
+        if path.startswith("/pause"):
+            paused.append(time.perf_counter())
+        return reply
+
+    sender.post_all = post_all
+
+
 def main(quick):
     torch.set_num_threads(1)
     rows, small = [], (4, 128, 384, 1, 1, 102)
@@ -105,7 +120,8 @@ def main(quick):
             (place / "bench").mkdir()
             sender = WeightSender(cfg, place / "bench", torch.device("cpu"))
             for shape, repeats in ((small, 5), (ADAPTERS, 5), (large, 1 if not quick else 2)):
-                sender.names, tensors, syncs, copies = set(), make_tensors(*shape), [], []
+                sender.names, tensors, syncs, copies, paused = set(), make_tensors(*shape), [], [], []
+                note_pauses(sender, paused)
                 size = sum(t.nbytes for t in tensors.values())
                 for version in range(repeats):
                     copies.append(plain(size))
@@ -123,6 +139,7 @@ def main(quick):
                     rows.append(row(f"{about}: rate", size / sync / 1e9, "GB/s"))
                     rows.append(row(f"{about}: a plain copy over gloo", copied / 1e9, "GB/s"))
                     rows.append(row(f"{about}: share of that", size / sync / copied, "x", ">= 0.7"))
+                    rows.append(row(f"{about}: s in which the server is paused", statistics.median(paused), "s"))
         finally:
             conftest.stop(server)
     tell(rows)

@@ -30,7 +30,7 @@ def ours(place, model, steps, seed, batch, tokens):
     overrides = [
         f"max_steps={steps}", f"seed={seed}", f"output_dir={place}", f"run_name=seed{seed}", f"model={model}",
         f"orchestrator.batch_size={batch}", "orchestrator.rollouts_per_example=16",
-        f"sampling.max_tokens={tokens}", f"max_seq_len={48 + tokens}",
+        f"orchestrator.sampling.max_tokens={tokens}", f"max_seq_len={48 + tokens}",
         "trainer.lr_scheduler_type=constant", f"trainer.learning_rate={LR}",
         "trainer.loss=grpo", "trainer.epsilon=0.2", "trainer.epsilon_high=0.2", "eval.every=0", "checkpoint.every=0",
     ]  # fmt: skip
