@@ -25,37 +25,31 @@ def run(place, *command, code=0, **variables):
 
 @pytest.mark.real
 def test_the_core_alone_trains(tmp_path):
-    """On the real vLLM: adapters on two ranks; ten steps with evaluation, killed and resumed on the way; a replay."""
+    """On the real vLLM: ten steps of LoRA on two ranks, with evaluation, killed and resumed on the way; a replay."""
     (tmp_path / "configs").mkdir()
     for name in CORE + TASK:
         shutil.copy(ROOT / name, tmp_path / name)
-    launch = ["bash", "launch.sh", "configs/reverse_text.toml", "orchestrator.batch_size=64", "eval.num_examples=64"]
+    toml, lora = "configs/reverse_text.toml", ["trainer.use_lora=true", "max_steps=10"]
+    launch = ["bash", "launch.sh", toml, *lora, "trainer.gpus=2", "eval.every=5", "checkpoint.every=5"]
+    launch += ["orchestrator.batch_size=64", "eval.num_examples=64"]
 
-    # 1. Three steps in bf16, evaluated: adapters, trained on two ranks. The model is made on the way.
-    bf16 = ["trainer.dtype=bf16", "trainer.use_lora=true", "trainer.gpus=2", "eval.every=2"]
-    run(tmp_path, *launch, "run_name=lora", "max_steps=3", *bf16)
-    metrics = lines(tmp_path / "outputs" / "lora" / "metrics.jsonl")
-    assert len(metrics) == 3 and max(m["sync/dlogp_mean"] for m in metrics) < 0.02
-    assert (tmp_path / "outputs" / "lora" / "final" / "adapter_model.safetensors").exists()
-
-    # 2. Ten steps in fp32. Rank 0 is killed in step 6; the same command goes on from step 5.
-    ten = [*launch, "max_steps=10", "eval.every=5", "checkpoint.every=5"]
+    # 1. The model is made on the way. Rank 0 is killed in step 6; the same command goes on from step 5.
     fault = {"FAULT": "fwd@0,6:9", "PYTHONPATH": str(ROOT / "tests" / "faults")}
-    assert "a rank was killed" in run(tmp_path, *ten, code=3, **fault)
-    run(tmp_path, *ten)
+    assert "a rank was killed" in run(tmp_path, *launch, code=3, **fault)
+    run(tmp_path, *launch)
     first = tmp_path / "outputs" / "reverse_text"
     metrics, evals = lines(first / "metrics.jsonl"), lines(first / "eval.jsonl")
     assert [m["step"] for m in metrics] == list(range(10)) and max(m["sync/dlogp_max"] for m in metrics) < 1e-4
     assert [(e["step"], e["n"]) for e in evals] == [(0, 64), (5, 64), (10, 64)]
-    assert (first / "final" / "model.safetensors").exists() and (first / "done").read_text().strip() == "10"
+    assert (first / "done").read_text().strip() == "10"
 
-    # 3. The ten batches again, without a server: what the run was trained on is all there.
-    replay = [sys.executable, "trainer.py", "configs/reverse_text.toml", "max_steps=10", "--replay", first / "batches"]
+    # 2. The ten batches again, on one rank without a server: what the run was trained on is all there.
+    replay = [sys.executable, "trainer.py", toml, *lora, "--replay", first / "batches"]
     run(tmp_path, *replay, OMP_NUM_THREADS="2")
     again = tmp_path / "outputs" / "reverse_text-replay-cispo"
     assert [m["step"] for m in lines(again / "metrics.jsonl")] == list(range(10))
-    one, two = (load_file(path / "final" / "model.safetensors") for path in (first, again))
-    assert max((one[k] - two[k]).abs().max().item() for k in one) < 1e-4
+    one, two = (load_file(path / "final" / "adapter_model.safetensors") for path in (first, again))
+    assert len(one) > 8 and max((one[k] - two[k]).abs().max().item() for k in one) < 1e-4
 
 
 @pytest.mark.long
