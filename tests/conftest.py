@@ -83,11 +83,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """{"untied", "tied", "tools"}: directories of random two-layer character models; the last knows TOKENS, too."""
+    """{"untied", "tied", "tools"}: directories of random two-layer character models; the last, tied, knows TOKENS,
+    too."""
     root, names = tmp_path_factory.mktemp("models"), ("untied", "tied", "tools")
     for name in names:
         tokenizer = tiny_model.make_tokenizer(TOKENS if name == "tools" else ())
-        tiny_model.make_model(root / name, tokenizer, layers=2, hidden=64, tied=name == "tied")
+        tiny_model.make_model(root / name, tokenizer, layers=2, hidden=64, tied=name != "untied")
     return {name: root / name for name in names}
 
 

@@ -583,16 +583,13 @@ def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
         make_cfg("inference.sleep=true")
 
 
-@pytest.mark.slow
-def test_an_evaluation_that_was_not_finished_is_made_up_for(launched):
+def test_an_evaluation_that_was_not_finished_is_made_up_for(run):
     """A run was killed when batch 3 was committed, and evaluation 3, which had outlived its hold, was not."""
-    how = (4, '{ kind = "noise" }', "eval.every=1", "checkpoint.every=2")
-    _, run_dir = launched(*how)
-    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
-    (run_dir / "done").unlink()
+    how = (4, '{ kind = "noise" }', "eval.every=1", "eval.num_examples=2")
+    run_dir = run(*how)
     told = [line for line in lines(run_dir / "eval.jsonl") if line["step"] != 3]
     (run_dir / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-    launched(*how)
+    run(*how, train_s=0.5)
     assert [line["step"] for line in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 4, 3]
 
 
@@ -625,6 +622,7 @@ def test_user_code_that_never_returns_does_not_keep_the_run(launched):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_cannot_learn_exits_4(launched):
     done, run_dir = launched(3, '{ kind = "constant" }', check=False)
     assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]

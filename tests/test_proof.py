@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, lines, write_run
 from safetensors.torch import load_file
 
@@ -25,31 +26,35 @@ def run(place, *command, code=0, **variables):
 
 @pytest.mark.real
 def test_the_core_alone_trains(tmp_path):
-    """On the real vLLM: ten steps of LoRA on two ranks, with evaluation, killed and resumed on the way; a replay."""
+    """On the real vLLM, with what every recipe for a GPU has, LoRA by adapters in bf16: ten steps on two ranks, with
+    evaluation, killed and resumed on the way; then the same batches again."""
     (tmp_path / "configs").mkdir()
     for name in CORE + TASK:
         shutil.copy(ROOT / name, tmp_path / name)
-    toml, lora = "configs/reverse_text.toml", ["trainer.use_lora=true", "max_steps=10"]
+    toml, lora = "configs/reverse_text.toml", ["trainer.dtype=bf16", "trainer.use_lora=true", "max_steps=10"]
     launch = ["bash", "launch.sh", toml, *lora, "trainer.gpus=2", "eval.every=5", "checkpoint.every=5"]
-    launch += ["orchestrator.batch_size=64", "eval.num_examples=64"]
+    launch += ["orchestrator.batch_size=32", "eval.num_examples=32"]
 
-    # 1. The model is made on the way. Rank 0 is killed in step 6; the same command goes on from step 5.
-    fault = {"FAULT": "fwd@0,6:9", "PYTHONPATH": str(ROOT / "tests" / "faults")}
+    # 1. The model is made on the way. Rank 0 is killed as it sends version 6; the same command goes on from step 5.
+    fault = {"FAULT": "bcast@0,6:9", "PYTHONPATH": str(ROOT / "tests" / "faults")}
     assert "a rank was killed" in run(tmp_path, *launch, code=3, **fault)
     run(tmp_path, *launch)
     first = tmp_path / "outputs" / "reverse_text"
     metrics, evals = lines(first / "metrics.jsonl"), lines(first / "eval.jsonl")
-    assert [m["step"] for m in metrics] == list(range(10)) and max(m["sync/dlogp_max"] for m in metrics) < 1e-4
-    assert [(e["step"], e["n"]) for e in evals] == [(0, 64), (5, 64), (10, 64)]
+    assert [m["step"] for m in metrics] == list(range(10)) and max(m["sync/dlogp_mean"] for m in metrics) < 0.02
+    assert [(e["step"], e["n"]) for e in evals] == [(0, 32), (5, 32), (10, 32)]
     assert (first / "done").read_text().strip() == "10"
 
-    # 2. The ten batches again, on one rank without a server: what the run was trained on is all there.
-    replay = [sys.executable, "trainer.py", toml, *lora, "--replay", first / "batches"]
-    run(tmp_path, *replay, OMP_NUM_THREADS="2")
+    # 2. On one rank, without a server: what the run was trained on is all there, and leads to the same adapters.
+    run(tmp_path, sys.executable, "trainer.py", toml, *lora, "--replay", first / "batches", OMP_NUM_THREADS="2")
     again = tmp_path / "outputs" / "reverse_text-replay-cispo"
-    assert [m["step"] for m in lines(again / "metrics.jsonl")] == list(range(10))
+    replayed = lines(again / "metrics.jsonl")
+    assert [m["loss"] for m in replayed[:2]] == pytest.approx([m["loss"] for m in metrics[:2]], abs=2e-3)
     one, two = (load_file(path / "final" / "adapter_model.safetensors") for path in (first, again))
-    assert len(one) > 8 and max((one[k] - two[k]).abs().max().item() for k in one) < 1e-4
+    learned = [
+        torch.cat([x.flatten().float() for name, x in sorted(part.items()) if "lora_B" in name]) for part in (one, two)
+    ]
+    assert len(replayed) == 10 and torch.cosine_similarity(*learned, 0) > 0.99
 
 
 @pytest.mark.long

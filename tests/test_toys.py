@@ -103,6 +103,7 @@ def test_prepare_tells_what_is_wrong_with_the_task_and_makes_nothing(prepare, ov
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

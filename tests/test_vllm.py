@@ -22,28 +22,33 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="session")
 def servers(models, tmp_path_factory):
-    """One server for all of fp32; one with adapters in bf16; one with tied embeddings. Started together."""
+    """One server for all of fp32, its head tied, of which vLLM has a packed copy; one with adapters in bf16."""
     folder = tmp_path_factory.mktemp("vllm")
-    tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+    tools = ("--trust-request-chat-template", "--enable-auto-tool-choice", "--tool-call-parser", "hermes")
     lora = ("--enable-lora", "--max-loras", "3", "--max-lora-rank", "8")
-    found = {
-        "untied": VLLM(models["tools"], folder / "untied", "--trust-request-chat-template", *tools),
-        "tied": VLLM(models["tied"], folder / "tied"),
-        "bf16": VLLM(models["untied"], folder / "bf16", *lora, dtype="bfloat16"),
-    }
+    found = {"fp32": VLLM(models["tools"], folder / "fp32", *tools)}  # started together
+    found["bf16"] = VLLM(models["untied"], folder / "bf16", *lora, dtype="bfloat16")
     yield {name: server.wait() for name, server in found.items()}
     for server in found.values():
         server.stop()
 
 
+@pytest.fixture(scope="session")
+def untied(models, tmp_path_factory):
+    server = VLLM(models["untied"], tmp_path_factory.mktemp("vllm") / "untied")
+    yield server.wait()
+    server.stop()
+
+
 @pytest.fixture
-def connect(servers, make_cfg, models, tmp_path, monkeypatch):
-    """connect("tied", *overrides) -> cfg, policy, sender: a trainer in this process joined to that server."""
+def connect(make_cfg, models, tmp_path, monkeypatch, request):
+    """connect("fp32", *overrides) -> cfg, policy, sender: a trainer in this process joined to that server."""
     monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
 
     def go(name, *overrides):
-        more = [f'inference.urls=["{servers[name].url}"]', "max_seq_len=256", "trainer.sync_timeout_s=90", *overrides]
-        cfg = make_cfg(*more, model=models[{"untied": "tools", "bf16": "untied"}.get(name, name)])
+        url = (request.getfixturevalue("untied") if name == "untied" else request.getfixturevalue("servers")[name]).url
+        more = [f'inference.urls=["{url}"]', "max_seq_len=256", "trainer.sync_timeout_s=90", *overrides]
+        cfg = make_cfg(*more, model=models["tools" if name == "fp32" else "untied"])
         return cfg, trainer.build_policy(cfg), trainer.WeightSender(cfg, tmp_path, CPU)
 
     return go
@@ -58,7 +63,10 @@ def shake(policy, std=0.05, seed=0):
                 p.add_(std * torch.randn_like(p))
 
 
-@pytest.mark.parametrize("kind", ["untied", "tied", "untied lora", "tied lora"])
+UNTIED = [pytest.param(kind, marks=pytest.mark.long) for kind in ("untied", "untied lora")]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp32 lora", *UNTIED])
 def test_sync_is_exact_in_fp32(kind, connect, tmp_path):
     name, _, lora = kind.partition(" ")
     cfg, policy, sender = connect(name, f"trainer.use_lora={'true' if lora else 'false'}")
@@ -107,7 +115,7 @@ def test_a_stale_adapter_is_caught(connect, monkeypatch):
 
 
 def test_lora_in_16_bits_needs_adapters_on_the_server(connect):
-    cfg, policy, sender = connect("untied", *LORA, "trainer.dtype=bf16")
+    cfg, policy, sender = connect("fp32", *LORA, "trainer.dtype=bf16")
     with pytest.raises(RunError, match="/v1/load_lora_adapter answered .*LoRA is not enabled"):
         trainer.publish(sender, policy, 0, cfg)
 
@@ -137,7 +145,7 @@ def dropped(tensors):
 ])  # fmt: skip
 def test_wrong_tensors_are_caught(mutate, message, connect, monkeypatch):
     """Gathered wrong: what arrives is what was sent, and yet not the policy."""
-    cfg, policy, sender = connect("untied")
+    cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
     shake(policy)
     honest = trainer.sampler_weights
@@ -149,7 +157,7 @@ def test_wrong_tensors_are_caught(mutate, message, connect, monkeypatch):
 
 @pytest.mark.parametrize("mutate", [swapped, scaled])
 def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch):
-    cfg, policy, sender = connect("untied")
+    cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
     shake(policy)
     honest = trainer.stream
@@ -164,7 +172,7 @@ def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch)
 
 def test_a_worker_that_cannot_load_says_why(connect):
     """Its server stays paused: it never samples from a mixture."""
-    cfg, policy, sender = connect("untied")
+    cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
     rpc = sender.rpc
     sender.rpc = lambda method, specs: rpc(method, [spec | {"fail": True} for spec in specs])
@@ -176,7 +184,7 @@ def test_a_worker_that_cannot_load_says_why(connect):
 
 def test_a_skipped_sync_is_caught(connect, monkeypatch):
     """The weights of version 1 never leave: the canary of version 2's declaration finds version 0's weights."""
-    cfg, policy, sender = connect("untied")
+    cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
     stale = {k: v.clone() for k, v in trainer.sampler_weights(policy.model, torch.float32, False)}
     shake(policy)
@@ -187,7 +195,7 @@ def test_a_skipped_sync_is_caught(connect, monkeypatch):
 
 def test_a_stale_tied_head_is_caught(connect):
     """vLLM 0.32's packed copy of a tied head survives reload_weights; where it is not remade the canary tells."""
-    cfg, policy, sender = connect("tied")
+    cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
     shake(policy)
     rpc = sender.rpc
@@ -200,10 +208,10 @@ def test_a_stale_tied_head_is_caught(connect):
 
 def test_requests_in_flight_survive_a_sync(connect, servers):
     """pause(keep): a long answer under way goes on after the broadcast, on the new weights."""
-    cfg, policy, sender = connect("untied", "max_seq_len=256")
+    cfg, policy, sender = connect("fp32", "max_seq_len=256")
     trainer.publish(sender, policy, 0, cfg)
     body = {"model": "real", "prompt": [[5, 6, 7]], "max_tokens": 240, "ignore_eos": True, "return_token_ids": True}
-    asked = sender.pool.submit(sender.post, servers["untied"].url, "/v1/completions", body)
+    asked = sender.pool.submit(sender.post, servers["fp32"].url, "/v1/completions", body)
     time.sleep(0.15)
     shake(policy)
     trainer.publish(sender, policy, 1, cfg)
@@ -269,7 +277,7 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
 
     (tmp_path / "drops.jinja").write_text(DROPS)
     how = "orchestrator.sampling"
-    cfg, policy, sender = connect("untied", f"{how}.max_tokens=12", f"{how}.temperature={temperature}")
+    cfg, policy, sender = connect("fp32", f"{how}.max_tokens=12", f"{how}.temperature={temperature}")
     trainer.publish(sender, policy, 0, cfg)
     sampled, post = [], Client.post
 
@@ -295,7 +303,7 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
 
 
 def test_canonical_text_never_forks_and_a_forced_tokenization_forks_once(connect, monkeypatch):
-    cfg, policy, sender = connect("untied", "orchestrator.sampling.max_tokens=3")
+    cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=3")
     trainer.publish(sender, policy, 0, cfg)
     post, count = Client.post, iter(range(99))
 
@@ -338,7 +346,7 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_p
     from configs.judge import Judge
     from env import Rubric, ToolEnv
 
-    cfg, policy, sender = connect("untied", "orchestrator.sampling.max_tokens=90")
+    cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=90")
     tokenizer, samples = AutoTokenizer.from_pretrained(cfg.run.model), []
     function = {"name": "double", "arguments": '{"a": 4}'}
     requests = [{"type": "function", "id": "1", "function": function}]
@@ -360,7 +368,7 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_p
     learn_by_heart(policy, micro_of(tmp_path, samples))
     trainer.publish(sender, policy, 0, cfg)
 
-    monkeypatch.setenv("ROLEMODEL_POLICY_URL", f"{servers['untied'].url}/v1")
+    monkeypatch.setenv("ROLEMODEL_POLICY_URL", f"{servers['fp32'].url}/v1")
     judge = Judge(template="judge {completion}", sampling={"max_tokens": 20})
 
     async def judged_last(completion):
