@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COMMIT, ROOT, free_port, lines, some, write_run
+from conftest import COMMIT, ROOT, all_batches, free_port, lines, some, write_run
 from safetensors.torch import load_file
 
 import orchestrator
@@ -197,6 +197,34 @@ def undisturbed(models, tmp_path_factory):
     assert (run.dir / "logs" / "inference1.log").is_file()
     assert_history(run.dir, STEPS)
     return run.dir
+
+
+KEYS = """step time version reward/mean reward/std rollout/tokens rollout/truncated rollout/errors rollout/forks
+  group/kept group/flat staleness/mean staleness/max loss policy/entropy policy/kl_sampler policy/clip_frac
+  sync/dlogp_max sync/dlogp_mean reward/p10 reward/p50 reward/p90 optim/lr optim/grad_norm time/step_s
+  time/wait_batch_s time/train_s time/sync_s perf/tokens_per_s perf/peak_gib""".split()
+EVAL_KEYS = (
+    """step version_first version_last env reward/mean pass@1 pass@k n errors tokens truncated seconds rows""".split()
+)
+ROLLOUT_KEYS = "step version env example group rollout reward metrics truncated prompt completion error dropped".split()
+
+
+@pytest.mark.slow
+def test_the_undisturbed_run_is_strictly_on_policy_and_tells_all(undisturbed):
+    """max_staleness = 0: the version that sampled is the one that is trained, on two ranks, by two servers."""
+    done, metrics, evals = undisturbed / "done", lines(undisturbed / "metrics.jsonl"), lines(undisturbed / "eval.jsonl")
+    shown = (undisturbed.parent / "launch0.log").read_text()
+    assert "[launch] done" in shown and len(re.findall(r"^step ", shown, re.MULTILINE)) == STEPS
+    for n, batch in enumerate(all_batches(undisturbed)):
+        assert all(set(s["versions"]) == {n} and s["age"] == 0 for s in batch.samples)
+    assert [m["version"] for m in metrics] == [1, 2, 3, 4]
+    for m in metrics:
+        assert not set(KEYS) - set(m), set(KEYS) - set(m)
+        assert m["policy/kl_sampler"] < 1e-6 and m["sync/dlogp_max"] < 1e-4
+    assert [e["step"] for e in evals] == [0, 2, 4] and all(e["version_first"] == e["version_last"] for e in evals)
+    assert not set(EVAL_KEYS) - set(evals[0]) and not set(ROLLOUT_KEYS) - set(lines(undisturbed / "rollouts.jsonl")[0])
+    assert (undisturbed / "final" / "model.safetensors").is_file() and not list(undisturbed.glob("**/*.tmp"))
+    assert not (undisturbed / "tmp").exists() and done.read_text() == "4\n"
 
 
 def assert_resumes(path, model, undisturbed, *overrides):

@@ -33,7 +33,7 @@ def test_the_core_alone_trains(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     toml, lora = "configs/reverse_text.toml", ["trainer.dtype=bf16", "trainer.use_lora=true", "max_steps=10"]
     launch = ["bash", "launch.sh", toml, *lora, "trainer.gpus=2", "eval.every=5", "checkpoint.every=5"]
-    launch += ["orchestrator.batch_size=32", "eval.num_examples=32"]
+    launch += ["orchestrator.batch_size=16", "eval.num_examples=32"]
 
     # 1. The model is made on the way. Rank 0 is killed as it sends version 6; the same command goes on from step 5.
     fault = {"FAULT": "bcast@0,6:9", "PYTHONPATH": str(ROOT / "tests" / "faults")}

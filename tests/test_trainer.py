@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BASE, ROOT, launch, lines, make_samples, run_trainer, some, write_run
+from conftest import BASE, ROOT, lines, make_samples, run_trainer, some
 from ranks import replays
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -1014,15 +1014,16 @@ def test_another_optimizer(make_cfg, models, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_column_of_the_environment_reaches_a_loss_of_ones_own(tmp_path, models):
-    toml = write_run(tmp_path, models["untied"], 8, '[env]\nid = "distill"')
-    launch(toml, "trainer.loss=distill:loss", "trainer.learning_rate=2e-2", "trainer.warmup_steps=0",
-           "orchestrator.max_staleness=0")  # fmt: skip
-    metrics = lines(tmp_path / "run" / "metrics.jsonl")
-    assert len(metrics) == 8 and metrics[-1]["teacher/gap"] < metrics[0]["teacher/gap"] - 0.5
-    batch = trainer.load_batch(tmp_path / "run" / "batches" / "step_000000.safetensors")
+def test_a_column_of_the_environment_reaches_a_loss_of_ones_own(run, tmp_path, models):
+    """Batches of a real orchestrator; the trainer learns from them by the loss of tests/distill.py."""
+    run_dir = run(8, '[env]\nid = "distill"', "orchestrator.max_staleness=0")
+    batch = trainer.load_batch(run_dir / "batches" / "step_000000.safetensors")
     teacher_T, mask_T = batch.columns["teacher_logp"], batch.columns["mask"]
     assert teacher_T[mask_T].unique().tolist() == [-6.0, -2.5] and not teacher_T[~mask_T].any()
+    own = ["trainer.loss=distill:loss", "trainer.learning_rate=2e-2", "trainer.warmup_steps=0"]
+    run_trainer(tmp_path / "run.toml", "--replay", run_dir / "batches", *own)
+    metrics = lines(tmp_path / "run-replay-distill.loss" / "metrics.jsonl")
+    assert len(metrics) == 8 and metrics[-1]["teacher/gap"] < metrics[0]["teacher/gap"] - 0.5
 
 
 # --- broadcast --------------------------------------------------------------------------------------------------------

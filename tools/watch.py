@@ -279,7 +279,7 @@ class Watch:
         self.first = max(before, default=-1) + 1
         self.first_rows = {}  # of each environment's first evaluation
         self.window, self.told, self.seconds = deque(maxlen=WINDOW), {}, Counter()
-        self.since, self.is_drawn = None, True  # the first step told of, with its time; curves.png
+        self.since, self.is_drawn, self.drawn = None, True, time.monotonic()  # the first step told of; curves.png
         self.urls = self.config.get("inference", {}).get("urls", []) if is_live else []
         self.before = server_pages(self.urls)  # of servers that run for longer than this
         self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
@@ -297,7 +297,7 @@ class Watch:
         for line in self.evals.new():
             self.is_drawn = False
             self.add_evaluation(line)
-        if not self.is_drawn and not is_last:
+        if not (self.is_drawn or is_last) and time.monotonic() - self.drawn > 20:  # it costs a second
             self.draw()
         self.track("save")
 
@@ -360,7 +360,7 @@ class Watch:
     def draw(self):
         from tools.plot import plot
 
-        self.is_drawn = True
+        self.is_drawn, self.drawn = True, time.monotonic()
         try:
             plot([self.run], self.run / "curves.png")
         except Exception:  # a picture is not worth the rest
