@@ -370,7 +370,7 @@ def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
     ({"sync 3": "hang"}, r"(broadcast over gloo broke|/collective_rpc: ReadTimeout).*sync_timeout_s = 5"),
     ({"sync 3": "500"}, "no weights today"),
     ({"join": "404"}, "/collective_rpc answered 404: .*no such route"),
-], 1))  # fmt: skip
+], 0))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case
     limits = ("watchdog=15", "trainer.sync_timeout_s=5", "inference.startup_timeout=30", "eval.hold_s=1")

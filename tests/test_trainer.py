@@ -387,11 +387,10 @@ def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
     print(f"{graphs[-1]} graphs, {np.mean(waste):.1%} waste")
 
 
-COMPILED = [[], ["trainer.use_lora=true"]]
-SHARDED = pytest.param(["trainer.use_lora=true", "trainer.dtype=bf16"], marks=pytest.mark.long)
+LONG = [["trainer.use_lora=true"], ["trainer.use_lora=true", "trainer.dtype=bf16"]]
 
 
-@pytest.mark.parametrize("how", [*some(COMPILED, 1), SHARDED])
+@pytest.mark.parametrize("how", [[], *some(LONG, 0)])
 def test_every_pass_of_a_run_is_compiled(how, make_cfg, monkeypatch):
     """Dynamo runs a block as it is, without a word, once its code has more graphs than a limit. Those of all blocks
     count together: in training and not, with gradients and without, for one row and more."""
