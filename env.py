@@ -89,6 +89,7 @@ def check_row(row):
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
+TAKEN = set("mean std p10 p50 p90 tokens truncated errors rows seconds step env n k version_first version_last".split())
 
 
 def finite(func, value, num=None):
@@ -116,9 +117,12 @@ class Rubric:
             self.add_reward_func(func, weight)
 
     def add_reward_func(self, func, weight=1.0, objects=None):
-        """ValueError where another function has its name."""
-        if func.__name__ in [f.__name__ for f, *_ in self.parts]:
-            raise ValueError(f"Rubric: two functions are called {func.__name__!r}; their metrics would collide")
+        """ValueError where another function, or a number of the run, has its name."""
+        name, names = func.__name__, [f.__name__ for f, *_ in self.parts]
+        if name in TAKEN or name in names:
+            raise ValueError(
+                f"Rubric: another function, or a number of the run, is called {name!r}; they would collide"
+            )
         self.parts.append((func, weight, self.objects if objects is None else objects))
 
     async def score(self, state):
@@ -233,6 +237,8 @@ class ToolEnv(MultiTurnEnv):
         super().__init__(dataset, max_turns, **kwargs)
         self.tools, self.max_output, self.call_tag = [tool_schema(f) for f in tools], max_output, call_tag
         self.functions = {f.__name__: f for f in tools}
+        for f in tools:
+            getattr(f, "__annotations__", {}).pop("state", None)  # of `state: dict` pydantic would make a copy
 
     def is_completed(self, messages, state):
         return not messages[-1].get("tool_calls") and self.call_tag not in messages[-1]["content"]

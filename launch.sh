@@ -48,7 +48,7 @@ clear_up; rm -f "$run_dir"/{version,done}; mkdir -p "$TMP/progress" || fail 6 "$
 IFS=, read -ra DEVICES <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s, 0 $((GPUS - 1)))}"
 slice() { local IFS=,; echo "${DEVICES[*]:$1:$2}"; } # first, count
 share() { local n=$(($(nproc) / ($1 > 0 ? $1 : 1))); echo $((n > 0 ? n : 1)); } # threads of each of $1 processes
-is_taken() { (exec 5<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+is_taken() { [[ "${URLS[*]} " = *":$1 "* ]] || (exec 5<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 NUM=${#DEVICES[@]} URLS=("${inference_urls[@]}") gate=() offline=() vars=(TMPDIR=/proc/$$/fd/6) nodes=(--standalone)
 [[ " ${inference_flags[*]} " =~ " --tensor-parallel-size "([0-9]+) ]] && TP=${BASH_REMATCH[1]} || TP=1
 [ ${#URLS[@]} = 0 ] || inference_gpus=0; SERVERS=$((inference_gpus / TP)) first=$inference_gpus # URLS run already
@@ -58,7 +58,7 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
     URLS+=("http://127.0.0.1:$port")
 done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
-dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3))
+dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3)) own=''
 export TRITON_F32_DEFAULT=ieee # in fp32 vLLM's attention would take TF32: 1e-3 nats off
 export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} # servers are called so
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
@@ -72,11 +72,11 @@ elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
     fail 2 "inference.gpus = $inference_gpus and trainer.gpus = $trainer_gpus, but there are $NUM GPUs"
 elif [ $((inference_gpus + trainer_gpus)) -gt "$NUM" ]; then # NCCL refuses two ranks on one device
     echo "[launch] vLLM and the trainer share $NUM GPU(s)" # vLLM first: it counts what others take while it starts
-    first=0 GIVEN+=(trainer.sync_backend=gloo) flags+=(--gpu-memory-utilization 0.4)
+    first=0 own=trainer.sync_backend=gloo flags+=(--gpu-memory-utilization 0.4)
     gate=(bash -c 'until (: <"$0") 2>/dev/null; do sleep 0.5; done; exec "$@"' "/dev/tcp/127.0.0.1/${URLS[-1]##*:}")
 fi
 flags+=("${inference_flags[@]}") # last, so that they overrule
-GIVEN+=("inference.urls=[$(printf '"%s",' "${URLS[@]}")]")
+export ROLEMODEL_OVERRIDES="$own inference.urls=[$(printf '"%s",' "${URLS[@]}")]"
 [ -n "${NNODES:-}${inference_urls[*]}" ] || export {GLOO,NCCL}_SOCKET_IFNAME=lo
 [ -z "${NNODES:-}" ] || nodes=(--nnodes "$NNODES" --node-rank 0 --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
 

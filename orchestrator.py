@@ -69,7 +69,7 @@ class Client:
                 status, text, after = 503, repr(e), ""
             if status == 200:
                 return json.loads(text)
-            if status == 400 and "maximum context length" in text:
+            if status == 400 and ("maximum context length" in text or "max_tokens must be at least 1" in text):
                 raise Truncated
             if not pause or (status != 429 and status < 500):
                 raise ServerError(f"{url} answered {status}: {text[:500]}")
@@ -408,8 +408,9 @@ def eval_metrics(groups):
     tools/watch.py compares with those at version 0."""
     rows, rollouts = [[r.reward for r in group if r.reward is not None] for group in groups], sum(groups, [])
     scored = [rewards for rewards in rows if rewards]
-    metrics = {"reward/mean": mean(map(mean, scored)), "pass@1": mean(mean(x >= 1 for x in row) for row in scored)}
-    metrics |= {"pass@k": mean(max(row) >= 1 for row in scored), "k": max(map(len, groups)), "n": len(scored)}
+    one = 1 - 1e-6  # weights of 0.7, 0.2 and 0.1 add up to less than 1
+    metrics = {"reward/mean": mean(map(mean, scored)), "pass@1": mean(mean(x > one for x in row) for row in scored)}
+    metrics |= {"pass@k": mean(max(row) > one for row in scored), "k": max(map(len, groups)), "n": len(scored)}
     metrics |= {"tokens": mean(map(sampled, rollouts)), "truncated": mean(r.truncated for r in rollouts)}
     metrics |= {"errors": sum(bool(r.error) for r in rollouts)} | function_means(rollouts)
     return metrics | {"rows": [mean(rewards) for rewards in rows]}

@@ -413,8 +413,8 @@ SAID = 4  # tokens that the policy says after each; every one is a step of the e
 
 
 def sampler_weights(model, dtype, adapters):
-    """Yields (checkpoint name, full tensor) as a sampler wants them. Collective: every rank exhausts it. LoRA is merged
-    out of place in fp32; with `adapters` only A and B go, under PEFT's names."""
+    """Yields (the module's name, full tensor) as a sampler wants them. Collective: every rank exhausts it. LoRA is
+    merged out of place in fp32; with `adapters` only A and B go."""
     for name, p in model.named_parameters():  # tied weights go once
         place, _, key = name.rpartition(".")
         module, is_lora = model.get_submodule(place), key.startswith("lora_")
@@ -422,7 +422,7 @@ def sampler_weights(model, dtype, adapters):
             w = full(p.detach().to(dtype))
             if isinstance(module, LoRALinear) and key == "weight":
                 w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
-            yield f"base_model.model.{name}.weight" if is_lora else name, w.to(dtype).contiguous()
+            yield f"{name}.weight" if is_lora else name, w.to(dtype).contiguous()
 
 
 def make_group(store, rank, spec):
@@ -601,8 +601,10 @@ def canary(sender, policy, version, cfg, batch=None):
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
         rows.append(tokens[: max(1, min(int(mask.int().argmax()), most // len(CANARY) - SAID))].tolist())
     rows = rows if sender else [[0]]  # other ranks only take part in the forward
-    said = sender.say(version, rows) if sender else [([0], [])] * len(cfg.inference.urls)
+    said = sender.say(version, rows) if sender else []
+    dist.broadcast(servers := torch.tensor(len(said) // len(rows)), 0)  # other nodes know of none
     policy.eval()
+    said = said or [([0], [])] * int(servers)
     each = [said[i : i + len(rows)] for i in range(0, len(said), len(rows))]  # a rectangle a server: a micro-batch
     lens = [len(row) for row in rows]
     logp_N = torch.cat([score(policy, [row + ids for row, (ids, _) in zip(rows, part)], lens) for part in each])
@@ -696,10 +698,11 @@ def load_checkpoint(path, policy, optimizer, cfg):
         wrong = ["state.json"]
     require(not wrong, 6, f"{path}/{', '.join(wrong)} is damaged. Remove {path}, then the one before it is used")
     refuse_other(state["run"], cfg, path)
-    get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
     policy.extra |= state["extra"]
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved, like = reader.read_metadata().state_dict_metadata, {"device": policy.device}
+    if any(name.startswith("optimizer/") for name in saved):  # not where every step was skipped
+        get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
     for name in saved:  # a recipe may make its tensors later than this,
         if name.startswith("extra/") and name[6:] not in policy.extra:
             policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
@@ -709,9 +712,10 @@ def load_checkpoint(path, policy, optimizer, cfg):
 
 
 def write_adapter(path, tensors, t, model):
-    """A PEFT adapter directory, which peft and vLLM load. t: the [trainer] table as a dict."""
+    """A PEFT adapter directory, which peft and vLLM load. t: the [trainer] table as a dict. tensors: under the names of
+    the checkpoint, by which vLLM finds its modules; it says nothing where it finds none."""
     path.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path / "adapter_model.safetensors")
+    save_file({f"base_model.model.{k}": w for k, w in tensors.items()}, path / "adapter_model.safetensors")
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "bias": "none"}
     about |= {"r": t["lora_rank"], "lora_alpha": t["lora_alpha"], "lora_dropout": t["lora_dropout"]}
     (path / "adapter_config.json").write_text(json.dumps(about | {"target_modules": t["lora_target_modules"]}))
@@ -724,7 +728,8 @@ def write_final(run_dir, policy, cfg):
     if rank:
         return
     if t.use_lora:
-        write_adapter(final, tensors, t._asdict(), cfg.run.model)
+        names = transformers.core_model_loading.revert_weight_conversion(policy.model, tensors)
+        write_adapter(final, names, t._asdict(), cfg.run.model)
     else:
         policy.model.save_pretrained(final, state_dict=tensors)
         policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see

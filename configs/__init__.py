@@ -19,6 +19,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 SCHEMA = tomllib.loads((HERE / "defaults.toml").read_text())
 LIMITS, DEFAULTS = SCHEMA.pop("limits"), {}  # DEFAULTS: {dotted key: value}, filled below
+ORIGIN = "# all keys of "  # how a run's config.toml begins; the path of the file that it is from follows
 STORAGE = (5, 13, 17, 20, 28, 30, 122)  # errno: EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
 
 
@@ -55,16 +56,19 @@ def load_config(path, overrides=(), is_check=False):
     cfg.env is a list, cfg.flat has all but further environments as {dotted key: value}. Raises RunError 2 that names
     the key and, where it is unknown, the nearest known one.
 
-    Modules beside the file come first on Python's path, as beside a script; those of configs/ come last."""
+    Modules beside the file come first on Python's path, as beside a script; those of configs/ come last. config.toml in
+    a run's directory stands for the file that it is from."""
     # 1. The file.
     try:
-        given = flatten(tomllib.loads(Path(path).read_text()))
+        given = flatten(tomllib.loads(text := Path(path).read_text()))
     except (OSError, ValueError) as e:  # no such file, no text, no TOML
         raise RunError(2, f"{path}: {e}") from None
+    path = text.removeprefix(ORIGIN).splitlines()[0] if text.startswith(ORIGIN) else path
     sys.path[:] = [str(Path(path).resolve().parent), *sys.path, str(HERE)]
     mix = given.pop("env") if isinstance(given.get("env"), list) else []  # [[env]] tables
-    # 2. The overrides: a bare word is a string, env.args.x=1 leaves the other args.
-    for item in overrides:
+    # 2. The overrides: a bare word is a string, env.args.x=1 leaves the other args. launch.sh's are of this run alone.
+    own, before = os.environ.get("ROLEMODEL_OVERRIDES", "").split(), {}
+    for item in (*overrides, *own):
         key, equals, text = item.partition("=")
         require(equals, 2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
         try:
@@ -72,7 +76,8 @@ def load_config(path, overrides=(), is_check=False):
         except ValueError:
             nested = tomllib.loads(f"{key} = {json.dumps(text)}")
         for name, value in flatten(nested).items():
-            given[name] = given[name] | value if type(given.get(name)) is type(value) is dict else value
+            before |= {name: given.get(name, DEFAULTS.get(name))} if item in own else {}
+            given[name] = merged(given.get(name), value)
     require(not (mix and any(k.startswith("env.") for k in given)), 2, "env.*=... does not say which [[env]] is meant")
     # 3. Names of vf-rl and of TRL's GRPOTrainer, in a file that has their table.
     if any(key.startswith("trainer.args.") for key in given):
@@ -81,6 +86,7 @@ def load_config(path, overrides=(), is_check=False):
     envs = [flatten({"env": table}) for table in mix] or [{}]
     cfg, *others = [resolve(given | env, Path(path), is_check) for env in envs]
     cfg.env = [cfg.env, *(other.env for other in others)]
+    cfg.flat |= before
     require(len({env.name for env in cfg.env}) == len(cfg.env), 2, f"{path}: each [[env]] needs a name of its own")
     return cfg
 
@@ -92,6 +98,13 @@ def flatten(raw, prefix=""):
         is_table = isinstance(value, dict) and value and prefix + name not in DEFAULTS
         flat |= flatten(value, f"{prefix}{name}.") if is_table else {prefix + name: value}
     return flat
+
+
+def merged(old, new):
+    """new, or of two dicts old with what new has, at every depth."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return new
+    return old | {key: merged(old.get(key), value) for key, value in new.items()}
 
 
 DEFAULTS |= flatten(SCHEMA)
@@ -195,7 +208,7 @@ def to_toml(cfg):
     text = lambda value: json.dumps(value, default=str, ensure_ascii=False, separators=(", ", " = "))
     parts = [{k: v for k, v in cfg.flat.items() if not k.startswith("env.")}, *(env._asdict() for env in cfg.env)]
     lines = [[f"{k} = {text(v)}\n" for k, v in redacted("", part).items()] for part in parts]
-    return "\n[[env]]\n".join(map("".join, lines))
+    return f"{ORIGIN}{cfg.path.resolve()}\n" + "\n[[env]]\n".join(map("".join, lines))
 
 
 def cut_lines(path, keep):

@@ -261,6 +261,7 @@ class Server(WeightReceiver):
         room, asked = self.args.max_model_len - len(ids), body.get("max_tokens") or 16
         if room <= 0 or asked > self.args.max_model_len:
             text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {len(ids)} + {asked}"
+            text = "max_tokens must be at least 1, got 0." if room == 0 else text  # as vLLM 0.32 says it
             return web.json_response({"error": {"message": text}}, status=400)
         async with self.lock:
             assert not self.is_asleep

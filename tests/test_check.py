@@ -129,6 +129,24 @@ def test_the_memory_check_changes_nothing(make_cfg, capsys):
     assert all(p.grad is None for p in policy.parameters())
 
 
+def wants_columns(micro, logp_N, entropy_N, cfg):
+    """A loss with columns that every batch has."""
+    _ = micro["reward_N"], micro["age_N"], micro["temperature_N"], micro["num_turns_N"]
+    return -logp_N * micro["adv_N"], {}
+
+
+def wants_another(micro, logp_N, entropy_N, cfg):
+    return micro["teacher_N"], {}
+
+
+@pytest.mark.parametrize("loss, told", [("wants_columns", "PASS"), ("wants_another", "SKIP")])
+def test_the_memory_check_has_the_columns_of_a_batch(loss, told, make_cfg, capsys):
+    cfg = make_cfg(f"trainer.loss=test_check:{loss}")
+    check.check_memory(trainer.build_policy(cfg), cfg)
+    (row,) = capsys.readouterr().out.splitlines()
+    assert row.startswith(f"check: {told} a micro-batch of 512 tokens") and ("'teacher_N'" in row) == (told == "SKIP")
+
+
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
 

@@ -358,6 +358,27 @@ def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
         assert getattr(again, table) == getattr(first, table)
 
 
+def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
+    """Without what launch.sh added for that run alone, and with the modules beside the file that it is from."""
+    first = load(tmp_path, VF_RL)
+    monkeypatch.setenv("ROLEMODEL_OVERRIDES", 'trainer.sync_backend=gloo inference.urls=["http://127.0.0.1:27503",]')
+    launched = load(tmp_path, VF_RL)
+    assert launched.inference.urls == ["http://127.0.0.1:27503"] and launched.trainer.sync_backend == "gloo"
+    monkeypatch.delenv("ROLEMODEL_OVERRIDES")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(configs.to_toml(launched))
+    monkeypatch.setattr(sys, "path", [])
+    again = load_config(tmp_path / "run" / "config.toml")
+    assert again.inference == first.inference and again.trainer == first.trainer and again.path == first.path.resolve()
+    assert sys.path[0] == str(tmp_path) and configs.to_toml(again) == configs.to_toml(first)
+
+
+def test_an_override_leaves_what_is_beside_it(tmp_path):
+    more = "[env]\nid = 'x'\nargs = {task = ['a'], config = {gcd = {most = 500, least = 2}, lcm = {most = 9}}}\n"
+    cfg = load(tmp_path, f"model = 'm'\n{more}", "env.args.config.gcd.most=7")
+    assert cfg.env[0].args == {"task": ["a"], "config": {"gcd": {"most": 7, "least": 2}, "lcm": {"most": 9}}}
+
+
 def for_launch(*args):
     """What launch.sh gets -> {name: text}."""
     command = [sys.executable, str(ROOT / "configs" / "__init__.py"), *map(str, args)]

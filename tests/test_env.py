@@ -92,8 +92,19 @@ def test_weights_by_step_and_groups_of_rubrics():
     state, reward, metrics = play(env, ROWS[0], "4")
     assert reward == 1.25 and metrics == {"right": 1.0, "short": 1.0, "style": 0.5}
     assert asyncio.run(rubric.score(state | {"step": 3}))[0] == 4.25
-    with pytest.raises(ValueError, match="two functions are called 'right'"):
+    with pytest.raises(ValueError, match="another function, or a number of the run, is called 'right'"):
         RubricGroup([rubric, Rubric([right])])
+
+
+def test_no_function_hides_a_number_of_the_run():
+    for name in ("tokens", "mean", "step"):
+
+        def function():
+            return 1.0
+
+        function.__name__ = name
+        with pytest.raises(ValueError, match=f"is called '{name}'"):
+            Rubric([function])
 
 
 def test_functions_of_a_group_see_all_its_rollouts():
@@ -152,7 +163,7 @@ def add(a: int, b: int = 1, note: str = "") -> str:
     return str(a + b)
 
 
-async def shout(text: str, state) -> str:
+async def shout(text: str, state: dict) -> str:
     state["shouted"] = text
     return text.upper() * 5000
 
@@ -330,7 +341,7 @@ def test_bad_rubrics_and_no_rows_are_named():
     SingleTurnEnv(ROWS, rubric=Rubric([right], reply=1))
     with pytest.raises(ValueError, match="2 weights for 1 func"):
         Rubric([len], [1, 2])
-    with pytest.raises(ValueError, match="two functions are called '<lambda>'"):
+    with pytest.raises(ValueError, match="a number of the run, is called '<lambda>'"):
         Rubric([lambda: 1, lambda: 0])
 
 

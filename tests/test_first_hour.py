@@ -207,7 +207,10 @@ def test_the_console(small_run):
     assert max(len(row) for row in shown.splitlines() if row.startswith("step ")) <= 100
     assert shown.index("run: ") < shown.index("check: ") and f"files in {run}" in shown
     assert re.search(r"^result: think_env: reward [\d.]+, gain [+-][\d.]+ \+- [\d.]+ in 4 steps$", shown, re.MULTILINE)
-    assert f"result: vllm serve {run}/final" in shown and f"evaluate.py {run}/config.toml --eval" in shown
+    assert (
+        f"result: vllm serve {run}/final --generation-config vllm" in shown
+        and f"evaluate.py {run}/config.toml --eval" in shown
+    )
     assert "check: " in shown and "eval " in shown and "gain" in shown
     assert shown.index("time: the trainer trained") < shown.index("[launch] done in")
     assert "warning:" not in shown
@@ -320,15 +323,13 @@ def test_devices_are_shared_out(four_gpus, tmp_path):
 @pytest.mark.long
 @pytest.mark.real
 def test_two_nodes_and_two_real_servers(tmp_path):
-    """The README's way on bare machines, with both servers on the first node."""
+    """Both servers are on the first node, and unknown to the second, as under Slurm."""
     port, http, seen = str(free_port()), free_port(), tmp_path / "run"
     more = ["max_steps=4", "run_name=run", f"output_dir={tmp_path}", "eval.every=2", "env.args.num_eval=32"]
     more += ["orchestrator.batch_size=64", "trainer.replicas=2", "inference.gpus=2", f"inference.port={http}"]
-    urls = json.dumps([f"http://127.0.0.1:{http + i}" for i in range(2)])
     agent = f"{sys.executable} -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 1"
     agent += f" --master-addr 127.0.0.1 --master-port {port} trainer.py configs/reverse_text.toml"
-    command = [*agent.split(), *more, f"inference.urls={urls}"]
-    second = start(command, tmp_path / "second", ROLEMODEL_RUN_ID="two", OMP_NUM_THREADS="1")
+    second = start([*agent.split(), *more], tmp_path / "second", ROLEMODEL_RUN_ID="two", OMP_NUM_THREADS="1")
     nodes = {"ROLEMODEL_RUN_ID": "two", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SERVER": ""}
     try:
         done = launch("configs/reverse_text.toml", *more, timeout=300, TMPDIR="/tmp", **nodes)

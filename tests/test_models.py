@@ -11,11 +11,13 @@ import transformers
 from conftest import BASE, ROOT, VLLM, lines, make_samples
 from ranks import replays
 from safetensors import safe_open
+from safetensors.torch import load_file
 from test_trainer import CPU, adamw, assert_gradients_of, batch_of, gradients, plain_model, scored, write_batches
 
 import trainer
 from configs import RunError
 
+ADAPTER = "adapter_model.safetensors"
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 GROUPED = {"intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 ATTENTION = GROUPED | {"head_dim": 16}
@@ -170,8 +172,13 @@ def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
     assert set(tensors) <= set(written) and all(torch.equal(w, written[name]) for name, w in before.items())
     moved = {name for name, w in tensors.items() if not torch.equal(w, before[name])}
     assert moved and not any("vision" in name or "visual" in name for name in moved)
-    if not lora:
-        trainer.write_final(tmp_path, policy, cfg)
+    trainer.write_final(tmp_path, policy, cfg)
+    if lora:  # vLLM finds an adapter's modules by the names of the checkpoint, and skips the others without a word
+        names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "final" / ADAPTER)}
+        assert len(names) > 8 and {f"{name.partition('.lora_')[0]}.weight" for name in names} <= set(written)
+        cfg = make_cfg("trainer.use_lora=true", "trainer.dtype=bf16", model=path)
+        assert {k for k in sent(trainer.build_policy(cfg), cfg) if "lora" in k} == names
+    else:
         again = trainer.build_policy(make_cfg(model=tmp_path / "final"))
         micro = trainer.collate(batch, list(range(10)), CPU)
         torch.testing.assert_close(again(micro)[0], policy(micro)[0], atol=1e-5, rtol=0)

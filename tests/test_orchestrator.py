@@ -13,12 +13,13 @@ import httpx
 import pytest
 import torch
 from aiohttp import web
-from conftest import all_batches, free_port, lines
+from conftest import ROOT, all_batches, free_port, lines
 from orders import Picky
 
 import orchestrator
 import trainer
-from configs import RunError
+from configs import RunError, load_config
+from env import Truncated
 from orchestrator import Client, Group, Order, Rollout, ServerError, deal, extend_or_fork, save_batch, why_drop
 from trainer import load_batch
 
@@ -145,6 +146,8 @@ def test_evaluations_count_what_was_lost():
     found = orchestrator.eval_metrics([rollouts[:2], rollouts[2:], rollouts[1:2]])
     assert found["n"] == 2 and found["errors"] == 2 and found["reward/mean"] == 0.5 and found["pass@k"] == 0.5
     assert found["rows"] == [1.0, 0.0, None] and found["k"] == 2
+    solved = orchestrator.eval_metrics([[Rollout({}, reward=0.7 + 0.2 + 0.1)]])  # 0.9999999999999999
+    assert solved["pass@1"] == solved["pass@k"] == 1
 
 
 # --- in this process, against a fake server ---------------------------------------------------------------------------
@@ -192,6 +195,24 @@ def test_context_that_ends_truncates(run):
     rollouts = lines(run_dir / "rollouts.jsonl")
     assert all(r["truncated"] and not r["error"] and r["reward"] is not None for r in rollouts)
     assert 56 <= max(all_batches(run_dir)[0].lens) <= 64
+
+
+def test_a_prompt_that_fills_the_context_truncates(models, fake_servers):
+    """vLLM cuts max_tokens to 0 and refuses that, in other words than where a prompt is too long."""
+
+    async def ask(num):
+        client = Client(load_config(ROOT / "configs" / "reverse_text.toml", [f'inference.urls=["{fake_servers()}"]']))
+        body = {"model": "run", "prompt": "a" * num, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
+        try:
+            return await client.post(0, "/v1/completions", body)
+        finally:
+            await client.session.close()
+
+    httpx.post(f"{fake_servers()}/fake", json={})
+    assert len(asyncio.run(ask(63))["choices"][0]["token_ids"]) == 1
+    for num in (64, 65):
+        with pytest.raises(Truncated):
+            asyncio.run(ask(num))
 
 
 def test_text_prompts_go_to_completions(run):

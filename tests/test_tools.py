@@ -18,12 +18,22 @@ from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines, make_samples, run_trainer, write_run
 from safetensors.numpy import save_file
 
+import configs
 from configs import RunError
 from orchestrator import save_batch
 from tools import evaluate, show
 from tools.evaluate import pass_at, wilson
 
-OPENAI = {"model", "messages", "prompt", "temperature", "max_tokens", "stop", "tools"}  # and no more: no n, no vLLM
+OPENAI = {
+    "top_p",
+    "model",
+    "messages",
+    "prompt",
+    "temperature",
+    "max_tokens",
+    "stop",
+    "tools",
+}  # and no more: no n, no vLLM
 
 
 class PlainServer:
@@ -96,6 +106,7 @@ def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
     assert "pass@1 " in done.stdout and "pass@2 " in done.stdout and "pass@4 " in done.stdout and "(95 %" in done.stdout
     assert "of the examples have rewards that differ" in done.stdout and "long_answer 0.3" in done.stdout
     assert {body["authorization"] for body in server.bodies} == {"Bearer secret"} and "secret" not in done.stdout
+    assert {body["top_p"] for body in server.bodies} == {1.0}  # else vLLM takes generation_config.json's
     assert len(server.bodies) == 20 and not list(tmp_path.glob("run/batches/*"))
 
 
@@ -268,7 +279,7 @@ def test_nothing_needs_tools():
 def small_run(models, tmp_path):
     """Two steps of two groups of two, of which the second group of a step is flat; the second step is not trained."""
     (tmp_path / "batches").mkdir()
-    config = f'model = "{models["untied"]}"\n[trainer]\nloss = "cispo"\nadvantage = "mean"\ngamma = 1.0\n'
+    config = f'model = "{models["untied"]}"\nenv.id = "mine"\n[trainer]\nloss = "cispo"\nadvantage = "mean"\n'
     (tmp_path / "config.toml").write_text(config)
     told = []
     for step in range(2):
@@ -316,6 +327,23 @@ def test_each_sampled_token_has_the_shade_of_its_value(small_run, capsys):
     text = shown(capsys, small_run, "--step", "0", "--color", "diff", "--n", "99")
     assert text.count("[--]") == sum(map(sum, masks))  # 0.05 nats
     assert "[--]" not in shown(capsys, small_run, "--step", "1", "--color", "diff", "--n", "99")  # not trained yet
+
+
+def test_an_advantage_of_a_module_is_found(small_run, capsys, monkeypatch):
+    """Of configs/, or beside the TOML of the run, as the run found it."""
+    config = (small_run / "config.toml").read_text()
+    (small_run / "elsewhere").mkdir()
+    own = "def negative(r_G, group):\n    return r_G.mean() - r_G\n"
+    (small_run / "elsewhere" / "own_advantage.py").write_text(own)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(ROOT / "configs")])
+    monkeypatch.delitem(sys.modules, "losses", raising=False)
+    for name in ("losses:permuted", "own_advantage:negative"):
+        text = f"{configs.ORIGIN}{small_run}/elsewhere/my.toml\n{config}".replace('"mean"', f'"{name}"')
+        (small_run / "config.toml").write_text(text)
+        show.values_of.cache_clear()
+        colored = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99", "--sort", "reward")
+        assert "[+++]" in colored and "[---]" in colored
+    assert colored.index("[---]") < colored.index("[+++]")  # the better one comes first, with less than the mean
 
 
 @pytest.mark.parametrize("low, high, rewards", [(None, None, [-1, 0, 1, None]), (0, None, [0, 1]), (None, 0, [-1, 0])])

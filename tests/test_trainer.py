@@ -802,6 +802,17 @@ def test_checkpoints_are_kept_and_resumed_from_with_what_a_recipe_adds(make_cfg,
     assert fresh.extra["count"] == 3 and fresh.extra["mean"].tolist() == [[3.0] * 3] * 2
 
 
+def test_a_checkpoint_before_any_step_has_succeeded_loads(make_cfg, tmp_path):
+    """Steps whose gradient is not finite are skipped; by then AdamW has no moments."""
+    cfg = make_cfg()
+    policy = trainer.build_policy(cfg)
+    (tmp_path / "checkpoints").mkdir()
+    trainer.save_checkpoint(tmp_path, 1, policy, adamw(policy), cfg, {})
+    again = adamw(policy)
+    assert trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", policy, again, cfg) == 1
+    assert not any(again.state.values())
+
+
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing", "state truncated", "state missing"])
 def test_a_damaged_checkpoint_is_named(how, make_cfg, tmp_path):
     cfg = make_cfg()

@@ -175,7 +175,7 @@ def test_how_to_serve_an_adapter(tmp_path, capsys):
     (run / "final" / "adapter_config.json").write_text('{"r": 20}')
     watch.main([str(run), "--once"])
     flags = f"--enable-lora --max-lora-rank 32 --lora-modules final={run / 'final'}"
-    assert said(capsys, "result: vllm") == [f"result: vllm serve m {flags}"]
+    assert said(capsys, "result: vllm") == [f"result: vllm serve m --generation-config vllm {flags}"]
 
 
 def test_half_lines_wait_and_a_new_file_is_read_from_its_beginning(tmp_path):
@@ -332,6 +332,12 @@ def test_curves_of_runs_and_replays(tmp_path):
             pixels = matplotlib.image.imread(tmp_path / "out.png")[..., :3]
             assert pixels.std() > 0.01  # not blank
     assert len({(str(s["linestyle"]), s["marker"]) for s in plot.STYLES}) == len(plot.STYLES)  # without color, too
+
+
+def test_an_interval_at_the_end_of_the_scale_is_not_negative():
+    for n in (12, 100, 128, 160, 500):
+        for value in (0.0, 1.0):
+            assert min(plot.interval({"exact": value, "n": n}, "exact")[1:]) >= 0
 
 
 def test_each_curve_has_its_own_interval():

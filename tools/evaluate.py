@@ -92,8 +92,7 @@ def sampling_of(cfg, is_training):
     sampling["max_tokens"] = s.max_tokens if is_training else e.max_tokens or s.max_tokens
     if s.stop:
         sampling["stop"] = s.stop
-    if s.top_p < 1:
-        sampling["top_p"] = s.top_p
+    sampling["top_p"] = s.top_p  # else vLLM takes the one of the model's generation_config.json
     if s.chat_template_kwargs:  # not every server knows it, but then what is asked for is not to be had
         sampling["extra_body"] = {"chat_template_kwargs": s.chat_template_kwargs}
     return sampling
@@ -156,7 +155,7 @@ def pass_at(k, groups):
     (2107.03374) -> mean over examples with k rollouts or more, their number."""
     chances = []
     for rewards in groups:
-        n, c = len(rewards), sum(r >= 1 for r in rewards)
+        n, c = len(rewards), sum(r > 1 - 1e-6 for r in rewards)
         if n >= k:
             chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
     return sum(chances) / len(chances) if chances else math.nan, len(chances)

@@ -47,7 +47,7 @@ def interval(line, name):
         half = eval_statistics(line["rows"])["ci95"]
         return value, half, half
     low, high = wilson(value, line["n"])
-    return value, value - low, high - value
+    return value, max(0.0, value - low), max(0.0, high - value)  # rounding leaves -1e-16 at 0 and at 1
 
 
 def draw_evaluation(axis, run, evals, style):

@@ -16,7 +16,6 @@ import pydoc
 import sys
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 
@@ -115,6 +114,7 @@ def values_of(run, step, color):
     from safetensors import safe_open
     from safetensors.torch import load_file
 
+    from configs import load_config
     from trainer import Batch, add_advantages  # slow to import, and only for colors
 
     with safe_open(run / "batches" / f"step_{step:06d}.safetensors", "pt") as f:
@@ -122,8 +122,8 @@ def values_of(run, step, color):
         samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
     batch = Batch(columns, columns.pop("lens").long(), samples, info)
     if color == "advantage":
-        config = tomllib.loads((run / "config.toml").read_text())
-        values = add_advantages(batch, SimpleNamespace(**config["trainer"])).columns["adv"]
+        cfg = load_config(run / "config.toml")  # which also finds a module that an advantage is in
+        values = add_advantages(batch, cfg.trainer).columns["adv"]
         return batch, values, [x * values.abs().max().item() for x in (0, 1 / 3, 2 / 3)]
     own = run / "batches" / f"logp_{step:06d}.safetensors"
     if not own.exists():

@@ -15,6 +15,7 @@ after each evaluation, and what a tracker makes. It ends when the run is done, o
 import argparse
 import json
 import os
+import re
 import signal
 import statistics
 import sys
@@ -280,7 +281,9 @@ class Watch:
         self.first_rows = {}  # of each environment's first evaluation
         self.window, self.told, self.seconds = deque(maxlen=WINDOW), {}, Counter()
         self.since, self.is_drawn, self.drawn = None, True, time.monotonic()  # the first step told of; curves.png
-        self.urls = self.config.get("inference", {}).get("urls", []) if is_live else []
+        self.urls = (
+            re.findall(r'http[^"]+', os.environ.get("ROLEMODEL_OVERRIDES", "")) if is_live else []
+        )  # launch.sh's
         self.before = server_pages(self.urls)  # of servers that run for longer than this
         self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
         self.tracker_name, self.tracker = tracker or self.config.get("tracker", ""), None
@@ -400,12 +403,13 @@ class Watch:
         if not (self.run / "done").exists() or not final.exists():
             return
         learned = "; ".join(self.gains.values()) or "no evaluation (eval.every)"
-        served, name, url = final, final, "http://127.0.0.1:8000/v1"
+        how = "--generation-config vllm"  # else it samples as the model's generation_config.json says
+        served, name, url = f"{final} {how}", final, "http://127.0.0.1:8000/v1"
         if (about := final / "adapter_config.json").exists():
             rank = json.loads(about.read_text())["r"]
             rank = min(r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= rank)  # those that vLLM takes
             name, lora = "final", f"--enable-lora --max-lora-rank {rank} --lora-modules final={final}"
-            served = f"{self.config['model']} {lora}"
+            served = f"{self.config['model']} {how} {lora}"
         say(f"result: {learned}")
         say(f"result: vllm serve {served}")
         say(f"result: python tools/evaluate.py {self.run}/config.toml --eval --base-url {url} --model {name}")
