@@ -612,7 +612,7 @@ def canary(sender, policy, version, cfg, batch=None):
     if not sender:
         return {}
     diff_N = (logp_N - torch.tensor([x for _, logps in said for x in logps], device=policy.device)).abs()
-    value, limit = gap(diff_N, cfg.trainer, 0.05)
+    value, limit = gap(diff_N, cfg.trainer, 0.05 if batch else 0.2)  # after rows that nobody would write
     metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
     require(value <= limit, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
     return metrics

@@ -105,7 +105,7 @@ def test_adapters_are_exact_in_bf16(connect, tmp_path):
 
 def test_a_stale_adapter_is_caught(connect, monkeypatch):
     """The server goes on with the adapter of the version before."""
-    cfg, policy, sender = connect("bf16", *LORA, "trainer.dtype=bf16")
+    cfg, policy, sender = connect("bf16", *LORA, "trainer.dtype=bf16", "trainer.max_sync_dlogp=0.05")
     trainer.publish(sender, policy, 0, cfg)
     shake(policy, std=0.1)
     say = sender.say
