@@ -169,6 +169,7 @@ async def run_rollout(env, state, ask, first, start, i, cfg):
             raise Truncated
         if len(ids) != len(logps) or not all(-1e4 < x < 1e-3 for x in logps):
             raise ValueError(f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
+        beat()
         extend_or_fork(r.samples, prompt_ids, ids, logps, r.num_turns)
         r.versions, r.num_turns = r.versions + versions, r.num_turns + 1
         r.truncated |= finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
@@ -187,7 +188,6 @@ async def run_rollout(env, state, ask, first, start, i, cfg):
         if turns and len(turns) != r.num_turns:
             raise ValueError(f"{len(turns)} turn rewards for {r.num_turns} turns")
         r.reward, r.turn_rewards = sum(turns) if turns else reward, turns
-        beat()
 
     await guard([r], play(), o.generation_timeout)
     r.trainable = not (r.truncated and o.mask_truncated_completions) and any(any(s["mask"]) for s in r.samples)

@@ -470,11 +470,13 @@ class WeightSender:
         self.group = made.result()
 
     def wait_ready(self, url):
-        """Until the server answers -> the name under which it serves. The watchdog ends this wait."""
+        """Until the server answers -> the name under which it serves."""
+        deadline = time.monotonic() + (limit := self.cfg.inference.startup_timeout)
         while True:
             try:
                 return self.http.get(f"{url}/v1/models").json()["data"][0]["id"]
-            except httpx.TransportError:
+            except httpx.TransportError as e:
+                require(time.monotonic() < deadline, 3, f"{url}: {e!r}, for inference.startup_timeout = {limit:g} s")
                 time.sleep(0.2)
 
     def post(self, url, path, body=None):

@@ -246,14 +246,14 @@ def run_role(role, main):
         with suppress(OSError):  # the disk may be full, which must not change the code
             if not (isinstance(e, RunError) or is_storage):
                 sys.__excepthook__(type(e), e, e.__traceback__)
-            print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
+            print(f"[{role}] exit={code} {text}".encode(errors="replace").decode(), file=sys.stderr, flush=True)
     os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process
 
 
 def tell_launcher(line):
     """To launch.sh by its pipe: a full disk cannot close it, and torchrun turns every exit code into 1."""
     if pipe := os.environ.get("ROLEMODEL_PIPE"):
-        with suppress(OSError), open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as f:
+        with suppress(OSError), open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as f:
             f.write(f"{line[:300]}{line[300:][-1200:]}\n")  # a worker's traceback ends in its cause
 
 
@@ -275,6 +275,9 @@ def for_launch(argv):
     """Prints run_dir, sends_adapters, and every key as an array <table>_<key>; vLLM's args as its flags."""
     cfg, replay = arguments(__doc__, argv)
     require(not replay, 2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
+    for found in sorted(run_directory(cfg).glob("checkpoints/step_??????/state.json"))[-1:]:
+        with suppress(OSError, ValueError, KeyError):  # a damaged one is the orchestrator's to tell of
+            refuse_other(json.loads(found.read_text())["run"], cfg, found.parent)
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] * bool(cfg.trainer.head_dtype)
     head += ["--enable-sleep-mode"] * cfg.inference.sleep
     words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "inference_flags": head}

@@ -69,7 +69,8 @@ def permuted(rewards_G, group):
 # pi / mu, of the policy and of the sampler, is pi / pi_old times pi_old / mu, where pi_old is the policy before the
 # batch's first update. With trainer.importance the loss gets pi / pi_old as its ratio, and each token of it is weighed
 # by pi_old / mu, truncated or masked as below: how far trainer and sampler differ, and how stale the rollouts are, then
-# no longer uses up the clip range (decoupled PPO, 2505.24298; so does TRL). Without it the ratio is pi / mu.
+# no longer uses up the clip range (decoupled PPO, 2505.24298; so does TRL). The last two only keep or drop, and weigh
+# nothing by pi_old / mu. Without trainer.importance the ratio is pi / mu.
 
 
 def importance(weigh):

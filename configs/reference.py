@@ -43,7 +43,7 @@ def penalized(loss):
 
     def with_kl(micro, logp_N, entropy_N, t):
         loss_N, logs = loss(micro, logp_N, entropy_N, t)
-        log_r_N = micro["ref_logp_N"] - logp_N
+        log_r_N = (micro["ref_logp_N"] - logp_N).clamp(-20, 20)  # before exp: inf
         kl_N = log_r_N.exp() - log_r_N - 1
         return loss_N + t.beta * kl_N, logs | {"policy/kl_ref": kl_N}
 

@@ -1,5 +1,6 @@
 """The configuration: the documents' TOMLs move over, every key is read somewhere, nothing wrong starts."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from conftest import BASE, ROOT, launch
 
 import configs
 from configs import RunError, load_config
+from configs import run_directory as run_path
 
 VF_RL = """
 model = "Qwen/Qwen3-4B-Instruct-2507"
@@ -371,6 +373,26 @@ def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
     again = load_config(tmp_path / "run" / "config.toml")
     assert again.inference == first.inference and again.trainer == first.trainer and again.path == first.path.resolve()
     assert sys.path[0] == str(tmp_path) and configs.to_toml(again) == configs.to_toml(first)
+
+
+def test_another_run_of_that_name_is_refused_before_anything_starts(tmp_path):
+    """Also where the run is complete, and launch.sh has nothing to do."""
+    (tmp_path / "run.toml").write_text("model = 'm'\nenv.id = 'x'\n")
+    cfg = load_config(tmp_path / "run.toml", [f"output_dir={tmp_path}"])
+    (step := run_path(cfg) / "checkpoints" / "step_000002").mkdir()
+    (step / "state.json").write_text(json.dumps({"run": configs.identity(cfg)}))
+    for seed, code in ((0, 0), (3, 2)):
+        given = [tmp_path / "run.toml", f"output_dir={tmp_path}", f"seed={seed}"]
+        command = [sys.executable, str(ROOT / "configs" / "__init__.py"), *map(str, given)]
+        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == code and ("seed was 0, now 3" in done.stderr) == (code == 2), done.stderr
+
+
+def test_a_cause_that_is_no_text_is_told(tmp_path):
+    """A lone surrogate, as json.loads gives it of a model's tool call."""
+    code = "import configs\ndef main(argv):\n    raise configs.RunError(4, 'lost \\ud800')\nconfigs.run_role('x', main)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 4 and "[x] exit=4 lost ?" in done.stderr, done.stderr
 
 
 def test_an_override_leaves_what_is_beside_it(tmp_path):
