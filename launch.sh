@@ -3,7 +3,7 @@
 # Sets up .venv once, then runs orchestrator.py, vLLM server(s) and torchrun trainer.py until all is done or one fails.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage, 130/143.
 # Environment: SERVER=".venv/bin/python tests/fake_vllm.py" replaces vLLM; PYTHON makes .venv, KIND=gpu (or cpu) is what
-# goes into it (--setup: no more than that); NNODES=N MASTER_ADDR=... MASTER_PORT=... trains on N machines (configs/README).
+# goes into it (--setup: no more than that); NNODES=N MASTER_ADDR=... MASTER_PORT=... trains on N machines.
 set -u
 if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,6s/^# //p' "$0"; exit 2; fi
 GIVEN=("$(realpath -m -- "$1")" "${@:2}") && cd "$(dirname "$0")" || exit 2
