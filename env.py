@@ -89,6 +89,7 @@ def check_row(row):
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
+# what metrics.jsonl (after "reward/") and eval.jsonl have of their own, where a function's name would hide it
 TAKEN = set("mean std p10 p50 p90 tokens truncated errors rows seconds step env n k version_first version_last".split())
 
 
@@ -120,9 +121,7 @@ class Rubric:
         """ValueError where another function, or a number of the run, has its name."""
         name, names = func.__name__, [f.__name__ for f, *_ in self.parts]
         if name in TAKEN or name in names:
-            raise ValueError(
-                f"Rubric: another function, or a number of the run, is called {name!r}; they would collide"
-            )
+            raise ValueError(f"Rubric: another function, or a number of the run, is called {name!r} as well")
         self.parts.append((func, weight, self.objects if objects is None else objects))
 
     async def score(self, state):

@@ -281,9 +281,8 @@ class Watch:
         self.first_rows = {}  # of each environment's first evaluation
         self.window, self.told, self.seconds = deque(maxlen=WINDOW), {}, Counter()
         self.since, self.is_drawn, self.drawn = None, True, time.monotonic()  # the first step told of; curves.png
-        self.urls = (
-            re.findall(r'http[^"]+', os.environ.get("ROLEMODEL_OVERRIDES", "")) if is_live else []
-        )  # launch.sh's
+        given = os.environ.get("ROLEMODEL_OVERRIDES", "")  # launch.sh's: the servers of this run
+        self.urls = re.findall(r'http[^"]+', given) if is_live else []
         self.before = server_pages(self.urls)  # of servers that run for longer than this
         self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
         self.tracker_name, self.tracker = tracker or self.config.get("tracker", ""), None
