@@ -126,10 +126,11 @@ class Policy(nn.Module):
 
 def load_model(cfg):
     """The model without dropout of its own: else old and new log-probabilities are of two networks."""
-    path, config = cfg.run.model, transformers.AutoConfig.from_pretrained(cfg.run.model)
-    text, dtype = config.get_text_config(), DTYPES[cfg.trainer.dtype] if cfg.trainer.use_lora else torch.float32
+    path, t, config = cfg.run.model, cfg.trainer, transformers.AutoConfig.from_pretrained(cfg.run.model)
+    text, how = config.get_text_config(), {"dtype": DTYPES[t.dtype] if t.use_lora else torch.float32}
     text.update({key: 0.0 for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)})
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype).requires_grad_(False)
+    how |= {"config": config, "attn_implementation": t.attn_implementation or None}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, **how).requires_grad_(False)
     require(model.base_model is not model, 2, f"model = {path!r}: {type(model).__name__} has no base model of its own")
     for part in (model.get_decoder(), model.get_output_embeddings()):  # not what a composite model has for images
         part.requires_grad_(True)

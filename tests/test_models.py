@@ -193,6 +193,23 @@ def test_what_is_not_understood_is_refused(family, make_cfg, tmp_path):
     assert error.value.code == 2
 
 
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "GptOss"])
+def test_attention_by_name(family, make_cfg, tmp_path):
+    """Each computes the same; the name is Transformers' own, and GPT-OSS's sinks are not left out by any."""
+    path = make_model(family, FAMILIES[family], tmp_path / "model")
+    micro, logp = trainer.collate(batch_of(tmp_path, make_samples(10, longest=30)), list(range(10)), CPU), {}
+    for kind in ["eager"] + ["sdpa"] * (family != "GptOss"):
+        policy = trainer.build_policy(cfg := make_cfg(f"trainer.attn_implementation={kind}", model=path))
+        trainer.check_policy(policy, cfg)
+        assert policy.model.config._attn_implementation == kind
+        logp[kind] = policy(micro)[0]
+    policy = trainer.build_policy(make_cfg(model=path))
+    for logp_N in logp.values():
+        torch.testing.assert_close(logp_N, policy(micro)[0], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ImportError, match="installed"):
+        trainer.build_policy(make_cfg("trainer.attn_implementation=flash_attention_3", model=path))
+
+
 @pytest.mark.parametrize("loss", ["cispo", "sft"])
 def test_a_replay_refuses_a_network_that_is_not_understood(loss, make_cfg, tmp_path, monkeypatch):
     """Where no server is there to differ from."""
