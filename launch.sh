@@ -88,7 +88,7 @@ export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_LOGGING_LEVEL=${
 export VLLM_ENGINE_READY_TIMEOUT_S=${inference_startup_timeout%.*} VLLM_ALLOW_RUNTIME_LORA_UPDATING=True DO_NOT_TRACK=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor_$(id -un)}; ulimit -c 0 -n "$(ulimit -Hn)"
 start() { # role, command ...: in a session of its own; the kernel kills it when this script dies
-    echo "=== $(date -Is) ${*:2}" | sed -E 's/((key|token|secret|password)[= ])[^ ]+/\1REDACTED/gI' >>"$LOGS/$1.log"
+    echo "=== $(date -Is) ${*:2}" | sed -E 's/((key|token|secret|password)\W+)[^]",}]+/\1REDACTED/gI' >>"$LOGS/$1.log"
     setsid setpriv --pdeathsig KILL -- "${@:2}" >>"$LOGS/$1.log" 2>&1 3>&- 6<&- 8>&- 9>&- & PID[$1]=$!
 }
 is_alive() { local stat; read -r stat <"/proc/$1/stat" && [[ $stat = *") "[!ZX]* ]]; } 2>/dev/null # and no zombie

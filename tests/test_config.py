@@ -360,6 +360,19 @@ def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
         assert getattr(again, table) == getattr(first, table)
 
 
+@pytest.mark.parametrize("override, logged", [
+    ("env.args.api_key=sk-1", "env.args.api_key=REDACTED"),
+    ('env.args={ api_key = "sk 1", n = 5 }', 'env.args={ api_key = "REDACTED", n = 5 }'),
+    ('env.args={"judge_token" = "sk-1"}', 'env.args={"judge_token" = "REDACTED"}'),
+    ("sampling.max_tokens=5 tokenizer=x", "sampling.max_tokens=5 tokenizer=x"),
+])  # fmt: skip
+def test_logs_do_not_keep_secrets_of_the_command_line(override, logged):
+    """By launch.sh's own substitution."""
+    (line,) = [line for line in (ROOT / "launch.sh").read_text().splitlines() if "REDACTED" in line]
+    done = subprocess.run(["sed", "-E", line.split("'")[1]], input=override, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == logged
+
+
 def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
     """Without what launch.sh added for that run alone, and with the modules beside the file that it is from."""
     first = load(tmp_path, VF_RL)
