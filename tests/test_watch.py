@@ -378,6 +378,7 @@ def test_tensorboard_gets_it_all(tmp_path):
     assert [(e.step, round(e.value, 3)) for e in found.Scalars("reward/mean")] == [(v, 0.5) for v in range(1, 14)]
     assert [(e.step, round(e.value, 3)) for e in found.Scalars("eval/task/reward/mean")] == [(0, 0.0), (10, 1.0)]
     table = [e.tensor_proto.string_val[0].decode() for e in found.Tensors("rollouts/text_summary")]
+    assert [e.step for e in found.Tensors("rollouts/text_summary")] == [1, 11]  # as the metrics of batches 0 and 10
     assert len(table) == 2 and "how \\| many" in table[0] and "so<br>many" in table[0]
     assert "geheim" not in str(found.Tensors("config/text_summary"))
 

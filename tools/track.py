@@ -1,6 +1,6 @@
-"""Trackers: wandb, trackio and tensorboard get what watch.py reads. Metrics and evaluations by version; of every 10th
-batch a table of 64 rollouts. Account and place are the tracker's own business: WANDB_PROJECT, WANDB_MODE=offline,
-TRACKIO_DIR, ..."""
+"""Trackers: wandb, trackio and tensorboard get what watch.py reads. Everything is by version, batch n under the n + 1
+that it made; of every 10th batch a table of 64 rollouts. Account and place are the tracker's own business:
+WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR, ..."""
 
 import json
 import os
@@ -121,7 +121,7 @@ class Tracker:
         for line in lines[:ROWS]:
             texts = {key: "\n".join(f"{m['role']}: {said(m)}" for m in as_messages(line[key])) for key in COLUMNS[-2:]}
             rows.append([(line | texts)[column] for column in COLUMNS])
-        self.kind.table(step, rows)
+        self.kind.table(step + 1, rows)  # beside the numbers of that batch
         self.sent["rollouts"] = step
 
     def save(self):
