@@ -59,7 +59,7 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
 done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3)) own=''
-export TRITON_F32_DEFAULT=ieee # in fp32 vLLM's attention would take TF32: 1e-3 nats off
+export TRITON_F32_DEFAULT=ieee OMP_WAIT_POLICY=passive # or fp32 is TF32, 1e-3 nats off; threads spin on vLLM's cores
 export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} # servers are called so
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
     --served-model-name "$ROLEMODEL_RUN_ID" --logprobs-mode processed_logprobs --scheduling-policy priority
@@ -147,7 +147,7 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
 begun=$SECONDS moved=$SECONDS before='' said=''
 if [ -n "$run_prepare" ] && [ ! -d "$run_model" ] && [[ " $* " != *" model="* ]]; then # it makes the TOML's, no other
     echo "[launch] preparing $run_model with $run_prepare (log: $LOGS/prepare.log)"
-    start prepare env OMP_WAIT_POLICY=passive timeout -k 5 "$run_prepare_timeout" "$PY" "$run_prepare" "${GIVEN[@]}"
+    start prepare timeout -k 5 "$run_prepare_timeout" "$PY" "$run_prepare" "${GIVEN[@]}"
     wait "${PID[prepare]}" && unset 'PID[prepare]' || dead prepare $?
 fi
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null || export HF_HUB_OFFLINE=1

@@ -1,5 +1,6 @@
 """Every causal model: random tiny ones of many families against their own forward, one row at a time."""
 
+import collections
 import itertools
 import os
 import subprocess
@@ -69,12 +70,12 @@ REFUSED = {
 }  # fmt: skip
 
 
-def make_model(family, shape, path):
+def make_model(family, shape, path, seed=0):
     """Two layers of 64, 102 ids, logits with as much contrast as a trained model's; as saved by Transformers."""
     config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     kind = getattr(transformers, f"{family}ForCausalLM", None) or getattr(transformers, f"{family}LMHeadModel")
     base = {"vocab_size": 102, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = kind(config(**base | shape))
     torch.nn.init.normal_(model.get_output_embeddings().weight, std=0.5)
     model.save_pretrained(path)
@@ -309,49 +310,53 @@ EXPERT = "model.layers.0.mlp.experts.1."
 @pytest.mark.real
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch):
-    """A table: |dlogp| where what arrives is not what was meant, in a mixture of experts on the real vLLM."""
-    path = make_model("Qwen3Moe", SERVED["Qwen3Moe"] | {"vocab_size": 103}, tmp_path / "model")
-    transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
+    """A table: |dlogp| where what arrives is not what was meant, in mixtures of experts on the real vLLM."""
+    shape, is_fp32 = SERVED["Qwen3Moe"] | {"vocab_size": 103}, dtype == "fp32"
+    paths = [make_model("Qwen3Moe", shape, tmp_path / f"model{i}", i) for i in range(1 if is_fp32 else 6)]
+    transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(paths[0])
     monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
     kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    server = VLLM(path, tmp_path / "log", dtype=kind, receiver="trainer.WeightReceiver")
+    server = VLLM(paths[0], tmp_path / "log", dtype=kind, receiver="trainer.WeightReceiver")
+    rows, honest, version = collections.defaultdict(list), trainer.stream, itertools.count()
     try:
         more = [f'inference.urls=["{server.wait().url}"]', "max_seq_len=256", f"trainer.dtype={dtype}"]
-        cfg = make_cfg(*more, "trainer.max_sync_dlogp=1e9", model=path)
+        cfg = make_cfg(*more, "trainer.max_sync_dlogp=1e9", model=paths[0])
         policy = trainer.build_policy(cfg)
-        sender, honest, version = trainer.WeightSender(cfg, tmp_path, CPU), trainer.stream, itertools.count()
-        trainer.publish(sender, policy, next(version), cfg)
-        torch.manual_seed(0)
-        old = {name: w.clone() for name, w in trainer.sampler_weights(policy.model, trainer.DTYPES[dtype], False)}
-        with torch.no_grad():
-            for p in trainer.trained(policy).values():
-                p.add_(0.05 * torch.randn_like(p))
-        old = transformers.core_model_loading.revert_weight_conversion(policy.model, old)
+        sender = trainer.WeightSender(cfg, tmp_path, CPU)
 
-        def gap(change):
+        def add(what, change):
             def changed(group, device, spec, tensors):
                 return honest(group, device, spec, tensors | change(tensors))
 
             monkeypatch.setattr(trainer, "stream", changed)
             metrics = trainer.publish(sender, policy, next(version), cfg)
-            return metrics["sync/dlogp_max" if dtype == "fp32" else "sync/dlogp_mean"]
+            rows[what].append(metrics["sync/dlogp_max" if is_fp32 else "sync/dlogp_mean"])
 
         def scaled(name, scale):
             return lambda tensors: {name: tensors[name] * scale}
 
         gate, up = (f"{EXPERT}{x}_proj.weight" for x in ("gate", "up"))
-        stale = [name for name in old if name.startswith(EXPERT)]
-        rows = {
-            "as meant": gap(lambda tensors: {}),
-            "a stale expert": gap(lambda tensors: {name: old[name] for name in stale}),
-            "gate and up of an expert swapped": gap(lambda tensors: {gate: tensors[up], up: tensors[gate]}),
-        }
-        for name in ("lm_head.weight", "model.layers.1.self_attn.v_proj.weight", f"{EXPERT}down_proj.weight"):
-            rows |= {f"{name} x {scale}": gap(scaled(name, scale)) for scale in SCALES}
+        for seed, path in enumerate(paths):
+            network = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            trained = trainer.trained(policy)
+            old = dict(trainer.sampler_weights(network, trainer.DTYPES[dtype], False))
+            old = transformers.core_model_loading.revert_weight_conversion(network, old)
+            torch.manual_seed(seed)
+            with torch.no_grad():  # a step later
+                for name, w in network.named_parameters():
+                    trainer.local(trained[f"model.{name}"]).copy_(w + 0.05 * torch.randn_like(w))
+            add("as meant", lambda tensors: {})
+            stale = [name for name in old if name.startswith(EXPERT)]
+            add("a stale expert", lambda tensors, old=old, stale=stale: {name: old[name] for name in stale})
+            add("gate and up of an expert swapped", lambda tensors: {gate: tensors[up], up: tensors[gate]})
+            for name in ("lm_head.weight", "model.layers.1.self_attn.v_proj.weight", f"{EXPERT}down_proj.weight"):
+                for scale in SCALES:
+                    add(f"{name} x {scale}", scaled(name, scale))
     finally:
         server.stop()
     limit = {"fp32": 1e-3, "bf16": 0.05}[dtype]
-    for what, value in rows.items():
-        print(f"{dtype} | {what} | {value:.2g} | {'caught' if value > limit else '-'}")
-    assert rows["as meant"] < limit and rows["lm_head.weight x 2.0"] > limit
-    assert dtype == "bf16" or min(rows["a stale expert"], rows["gate and up of an expert swapped"]) > limit
+    for what, values in rows.items():
+        caught = sum(value > limit for value in values)
+        print(f"{dtype} | {what} | {min(values):.2g} to {max(values):.2g} | caught in {caught} of {len(values)}")
+    assert max(rows["as meant"]) < limit and min(rows["lm_head.weight x 2.0"]) > limit
+    assert min(rows["a stale expert"] + rows["gate and up of an expert swapped"]) > limit
