@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the very rollouts, and on the very task, that trainer.py gets; for tools/bench.py.
 
     python trl_peer.py step MODEL ROLLOUTS.json STEPS [trim]       -> {"train_s": [seconds per optimizer step, ...]}
-    python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [seconds], "step_s": ...}
+    python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [s], "tokens": [mean], ...}
 
 As shipped: 8 sequences a micro-batch, padded to the longest of the whole batch; trim: to the longest of its own.
 Neither recomputes activations, as ours does not; TRL would by default."""
@@ -93,16 +93,17 @@ def run(model, steps, seed, learning_rate, goal, batch, tokens):
     from configs import load_config
     from orchestrator import Order
 
-    env, means, at, began = reverse_text.load_environment(), [], [], time.perf_counter()
+    env, means, at, tokens_of, began = reverse_text.load_environment(), [], [], [], time.perf_counter()
     order = Order(env.dataset, load_config(ROOT / "configs" / "reverse_text.toml", [f"seed={seed}"]))
     rows = [env.dataset[order.take(0)[1]] for _ in range(int(batch) // 16 * int(steps))]
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": r["question"]}], **r} for r in rows])
 
-    def reward(completions, answer, **_):
+    def reward(completions, answer, completion_ids, **_):
         pairs = list(zip(completions, answer))
         scores = [0.5 * reverse_text.similarity(c, a) + 0.5 * reverse_text.exact(c, a) for c, a in pairs]
         means.append(sum(scores) / len(scores))
         at.append(time.perf_counter() - began)
+        tokens_of.append(sum(map(len, completion_ids)) / len(completion_ids))
         return scores
 
     config = options(
@@ -117,7 +118,7 @@ def run(model, steps, seed, learning_rate, goal, batch, tokens):
     clock.trainer, clock.is_enough = trainer, lambda: len(means) > 2 and sum(means[-3:]) / 3 >= float(goal)
     began = time.perf_counter()
     trainer.train()
-    return {"reward": means, "at": at, "step_s": clock.step_s, "train_s": clock.train_s}
+    return {"reward": means, "at": at, "tokens": tokens_of, "step_s": clock.step_s, "train_s": clock.train_s}
 
 
 if __name__ == "__main__":

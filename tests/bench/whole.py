@@ -5,8 +5,10 @@
 Same model, order of words, groups of 16, reward, constant learning rate 4e-4, clip 0.2, loss scale and Adam. Ours asks
 a vLLM server, verifies every broadcast and replaces groups that teach nothing, so it uses more words; TRL samples with
 Transformers and keeps such groups. Rewards are means over all rollouts, replaced or not. Beside it, the time of a step
-of a random model of 25M parameters: 64 rollouts of up to 64 tokens."""
+of a random model of 25M parameters: 64 rollouts of up to 64 tokens. Its rate is next to nothing, so that it stays random
+and its answers stay as long: within ten steps it would learn to end them, after half the tokens in TRL's run."""
 
+import functools
 import importlib
 import json
 import os
@@ -22,16 +24,17 @@ from common import PATHS, ROOT, row, tell
 
 tiny_model = importlib.import_module("configs.tiny_model")
 
-LR, GOAL = "4e-4", 0.90
+LR, NO_LR, GOAL = "4e-4", "1e-9", 0.90
 
 
-def ours(place, model, steps, seed, batch, tokens):
-    """-> mean rewards, the second at which each batch was trained, s per step, s to the first step, rollouts a step."""
+def ours(place, model, steps, seed, batch, tokens, rate=LR):
+    """-> mean rewards, the second at which each batch was trained, s per step, s to the first step, rollouts a step,
+    tokens a rollout."""
     overrides = [
         f"max_steps={steps}", f"seed={seed}", f"output_dir={place}", f"run_name=seed{seed}", f"model={model}",
         f"orchestrator.batch_size={batch}", "orchestrator.rollouts_per_example=16",
         f"orchestrator.sampling.max_tokens={tokens}", f"max_seq_len={48 + tokens}",
-        "trainer.lr_scheduler_type=constant", f"trainer.learning_rate={LR}",
+        "trainer.lr_scheduler_type=constant", f"trainer.learning_rate={rate}",
         "trainer.loss=grpo", "trainer.epsilon=0.2", "trainer.epsilon_high=0.2", "eval.every=0", "checkpoint.every=0",
     ]  # fmt: skip
     env, began = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}, time.time()
@@ -51,17 +54,18 @@ def ours(place, model, steps, seed, batch, tokens):
     zero = lines[0]["time"] - lines[0]["time/step_s"]  # training begins: the wait for the first batch counts
     times = [m["time"] for m in lines]
     step_s = statistics.median(b - a for a, b in zip(times[5:], times[6:]))
-    num = statistics.mean(m["rollout/num"] for m in lines)
-    return [m["reward/mean"] for m in lines], [t - zero for t in times], step_s, times[0] - began, num
+    num, length = (statistics.mean(m[key] for m in lines) for key in ("rollout/num", "rollout/tokens"))
+    return [m["reward/mean"] for m in lines], [t - zero for t in times], step_s, times[0] - began, num, length
 
 
-def peer(model, steps, seed, batch, tokens):
-    numbers = (steps, seed, LR, GOAL, batch, tokens)
+def peer(model, steps, seed, batch, tokens, rate=LR):
+    """-> mean rewards, their seconds, s per step, tokens a rollout."""
+    numbers = (steps, seed, rate, GOAL, batch, tokens)
     command = [sys.executable, "trl_peer.py", "run", str(model), *map(str, numbers)]
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.cache' / 'peers'}:{PATHS}", "OMP_NUM_THREADS": "2"}
     done = subprocess.run(command, cwd=ROOT / "tests" / "bench", env=env, stdout=subprocess.PIPE, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    return found["reward"], found["at"], statistics.median(found["step_s"][5:])
+    return found["reward"], found["at"], statistics.median(found["step_s"][5:]), statistics.mean(found["tokens"])
 
 
 def until(rewards, at):
@@ -81,20 +85,20 @@ def main(quick):
             command = [sys.executable, "configs/tiny_model.py", "configs/reverse_text.toml"]
             subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         for seed in range(1 if quick else 3):
-            rewards, at, step_s, start_s, num = ours(Path(place), model, steps, seed, 256, 16)
-            table.append([step_s, until(rewards, at), start_s, *peer(model, steps, seed, 256, 16), num])
+            rewards, at, step_s, start_s, num, _ = ours(Path(place), model, steps, seed, 256, 16)
+            table.append([step_s, until(rewards, at), start_s, *peer(model, steps, seed, 256, 16)[:3], num])
         large, few = Path(place) / "large", 8 if quick else 16
         tiny_model.make_model(large, tiny_model.make_tokenizer(), layers=8, hidden=512)
-        large_s = ours(Path(place), large, few, 9, 64, 64)[2], peer(large, few, 9, 64, 64)[2]
+        mine, theirs = (side(large, few, 9, 64, 64, NO_LR) for side in (functools.partial(ours, Path(place)), peer))
     ours_s, theirs_s = (statistics.median(line[i] for line in table) for i in (0, 5))
     about = "start: bash launch.sh to the first optimizer step"
     rows.append(row(about, statistics.median(t[2] for t in table), "s", "<= 45"))
     rows.append(row("whole run: a step, ours", ours_s, "s"))
     rows.append(row("whole run: a step, TRL", theirs_s, "s"))
     rows.append(row("whole run: TRL's step / ours", theirs_s / ours_s, "x", ">= 2"))
-    for name, value in zip(("ours", "TRL"), large_s):
-        rows.append(row(f"25M parameters, 64 x 64 tokens: a step, {name}", value, "s"))
-    rows.append(row("25M parameters: TRL's step / ours", large_s[1] / large_s[0], "x", ">= 1.2"))
+    for name, (_, _, large_s, *_, length) in (("ours", mine), ("TRL", theirs)):
+        rows.append(row(f"25M parameters, 64 rollouts of {length:.1f} tokens: a step, {name}", large_s, "s"))
+    rows.append(row("25M parameters: TRL's step / ours", theirs[2] / mine[2], "x", ">= 1.2"))
     ratios = []
     for seed, (_, mine, _, rewards, at, *_) in enumerate(table):
         theirs = until(rewards, at)
