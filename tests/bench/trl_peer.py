@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer on the very rollouts, and on the very task, that trainer.py gets; for tools/bench.py.
 
     python trl_peer.py step MODEL ROLLOUTS.json STEPS [trim]       -> {"train_s": [seconds per optimizer step, ...]}
-    python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [s], "tokens": [mean], ...}
+    python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [s], "tokens": [...], ...}
 
 As shipped: 8 sequences a micro-batch, padded to the longest of the whole batch; trim: to the longest of its own.
 Neither recomputes activations, as ours does not; TRL would by default."""

@@ -5,8 +5,8 @@
 Same model, order of words, groups of 16, reward, constant learning rate 4e-4, clip 0.2, loss scale and Adam. Ours asks
 a vLLM server, verifies every broadcast and replaces groups that teach nothing, so it uses more words; TRL samples with
 Transformers and keeps such groups. Rewards are means over all rollouts, replaced or not. Beside it, the time of a step
-of a random model of 25M parameters: 64 rollouts of up to 64 tokens. Its rate is next to nothing, so that it stays random
-and its answers stay as long: within ten steps it would learn to end them, after half the tokens in TRL's run."""
+of a random model of 25M parameters: 64 rollouts of up to 64 tokens. Its rate is next to nothing, so that its answers
+stay as long on both sides: within ten steps it would learn to end them, in TRL's run after half the tokens."""
 
 import functools
 import importlib
