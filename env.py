@@ -118,10 +118,9 @@ class Rubric:
             self.add_reward_func(func, weight)
 
     def add_reward_func(self, func, weight=1.0, objects=None):
-        """ValueError where another function, or a number of the run, has its name."""
-        name, names = func.__name__, [f.__name__ for f, *_ in self.parts]
-        if name in TAKEN or name in names:
-            raise ValueError(f"Rubric: another function, or a number of the run, is called {name!r} as well")
+        """DataError where another function, or a number of the run, has its name."""
+        name, taken = func.__name__, TAKEN | {f.__name__ for f, *_ in self.parts}
+        ensure(name not in taken, f"Rubric: another function, or a number of the run, is called {name!r} as well")
         self.parts.append((func, weight, self.objects if objects is None else objects))
 
     async def score(self, state):

@@ -407,8 +407,7 @@ def eval_metrics(groups):
     """Of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, which
     tools/watch.py compares with those at version 0."""
     rows, rollouts = [[r.reward for r in group if r.reward is not None] for group in groups], sum(groups, [])
-    scored = [rewards for rewards in rows if rewards]
-    one = 1 - 1e-6  # weights of 0.7, 0.2 and 0.1 add up to less than 1
+    scored, one = [rewards for rewards in rows if rewards], 1 - 1e-6  # of floats, 0.7 + 0.2 + 0.1 is below 1
     metrics = {"reward/mean": mean(map(mean, scored)), "pass@1": mean(mean(x > one for x in row) for row in scored)}
     metrics |= {"pass@k": mean(max(row) > one for row in scored), "k": max(map(len, groups)), "n": len(scored)}
     metrics |= {"tokens": mean(map(sampled, rollouts)), "truncated": mean(r.truncated for r in rollouts)}

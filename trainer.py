@@ -630,8 +630,7 @@ def publish(sender, policy, version, cfg, batch=None):
         dist.barrier()
         if sender:
             sender.post_all("/wake_up")
-    weights = sampler_weights(policy.model, dtype, cfg.sends_adapters)
-    tensors = {name: w.to(sender.device) for name, w in weights if sender}
+    tensors = {k: w.to(sender.device) for k, w in sampler_weights(policy.model, dtype, cfg.sends_adapters) if sender}
     if sender:
         sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
     metrics = canary(sender, policy, version, cfg, batch)
@@ -737,6 +736,9 @@ def write_final(run_dir, policy, cfg):
         policy.model.save_pretrained(final, state_dict=tensors)
         policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see
         policy.model.config.save_pretrained(final)
+        source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
+        for file in source.glob("*processor_config.json"):  # by which a composite model reads images
+            shutil.copy(file, final)
     template = {"chat_template": Path(cfg.run.chat_template).read_text()} if cfg.run.chat_template else {}
     transformers.AutoTokenizer.from_pretrained(cfg.run.model, **template).save_pretrained(final)
 

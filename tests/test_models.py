@@ -159,6 +159,7 @@ def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
     torch.nn.init.normal_(whole.get_output_embeddings().weight, std=0.5)
     whole.save_pretrained(path := tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
+    (path / "preprocessor_config.json").write_text('{"image_processor_type": "of images"}')
     cfg = make_cfg(f"trainer.use_lora={str(lora).lower()}", model=path)
     batch, policy = batch_of(tmp_path, make_samples(10, longest=30)), trainer.build_policy(cfg)
     trainer.check_policy(policy, cfg)
@@ -181,6 +182,7 @@ def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
         cfg = make_cfg("trainer.use_lora=true", "trainer.dtype=bf16", model=path)
         assert {k for k in sent(trainer.build_policy(cfg), cfg) if "lora" in k} == names
     else:
+        assert "of images" in (tmp_path / "final" / "preprocessor_config.json").read_text()  # vLLM loads none without
         again = trainer.build_policy(make_cfg(model=tmp_path / "final"))
         micro = trainer.collate(batch, list(range(10)), CPU)
         torch.testing.assert_close(again(micro)[0], policy(micro)[0], atol=1e-5, rtol=0)
