@@ -40,14 +40,24 @@ def ensure(is_so, problem):
 parameters = functools.cache(lambda function: inspect.signature(function).parameters)  # which is slow to read
 
 
+async def in_thread(function, /, *args, **given):
+    """Calls it where slow code delays nobody, and awaits what it returns if that is a coroutine's."""
+
+    def work():
+        try:
+            return function(*args, **given)
+        except StopIteration as e:  # of next(): a future takes none, and who waits for it would wait for ever
+            raise RuntimeError(f"StopIteration {e}").with_traceback(e.__traceback__) from None
+
+    value = await asyncio.to_thread(work)
+    return await value if inspect.isawaitable(value) else value
+
+
 async def call(function, /, **have):
-    """function(**those of `have` that it names). What is no coroutine runs in a thread: slow code delays nobody."""
+    """function(**those of `have` that it names), sync or async."""
     wanted = parameters(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-    given = {k: v for k, v in have.items() if takes_all or k in wanted}
-    is_async = inspect.iscoroutinefunction(function)
-    value = function(**given) if is_async else await asyncio.to_thread(function, **given)
-    return await value if inspect.isawaitable(value) else value
+    return await in_thread(function, **{k: v for k, v in have.items() if takes_all or k in wanted})
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -253,11 +263,10 @@ class ToolEnv(MultiTurnEnv):
             if name not in self.functions:
                 raise ValueError(f"there is no tool {name!r}, only {', '.join(self.functions)}")
             own = {"state": state} if "state" in parameters(self.functions[name]) else {}
-            result = await asyncio.to_thread(checked(self.functions[name]), **given, **own)
-            text = str(await result if inspect.isawaitable(result) else result)
+            text = str(await in_thread(checked(self.functions[name]), **given, **own))
         except pydantic.ValidationError as e:
             text = "error: " + "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in e.errors())
-        except Exception as e:
+        except (Exception, SystemExit) as e:
             text = f"error: {type(e).__name__}: {e}"
         text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent
         rest = f"\n[cut at {self.max_output} characters]" if len(text) > self.max_output else ""

@@ -120,7 +120,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
     body = {k: s[k] for k in ("temperature", "top_p", "min_p", "repetition_penalty", "stop", "max_tokens")}
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}  # a model's generation_config.json may have others
-    # cache_salt: keys and values of other weights are never reused
+    # cache_salt: keys and values of another version are not reused
     body |= {"n": n, "top_k": s["top_k"] or -1, "return_token_ids": True, "cache_salt": f"{client.attempt}.{live}"}
     served = live if version is None else max(version, live - cfg.orchestrator.max_staleness)  # older ones are unloaded
     body["model"] = served_name(cfg, served)
@@ -150,7 +150,7 @@ async def guard(rollouts, work, timeout_s):
     try:
         async with asyncio.timeout(timeout_s):
             return await work
-    except (Exception, asyncio.CancelledError) as e:  # user code may raise the latter, too
+    except (Exception, asyncio.CancelledError, SystemExit) as e:  # user code may raise the last two, too
         if isinstance(e, RunError) or asyncio.current_task().cancelling():
             raise
         for r in rollouts:
@@ -159,10 +159,11 @@ async def guard(rollouts, work, timeout_s):
 
 async def run_rollout(env, state, ask, first, start, i, cfg):
     """A rollout from prompt to reward; its first turn is choice i of the group's request first() if it asks so."""
-    r, o = Rollout(state), cfg.orchestrator
+    r, o, asked = Rollout(state), cfg.orchestrator, []
 
     async def generate(prompt, tools=None):
-        is_first = not r.num_turns and (prompt, tools) == (start["prompt"], start["tools"])
+        is_first = not asked and (prompt, tools) == (start["prompt"], start["tools"])
+        asked.append(prompt)  # before any wait: of two calls at once only one is the first
         choice = (await asyncio.shield(first()))[i] if is_first else (await ask(prompt, 1, tools))[0]
         message, prompt_ids, ids, logps, finish_reason, versions = choice
         if not r.num_turns and len(prompt_ids) > (o.max_prompt_len or np.inf):
@@ -270,7 +271,7 @@ def why_drop(rollouts, cfg):
 
 
 def deal(ratios):
-    """Environment of slot 0, 1, 2, ...: the one furthest below its share, so that none is ever a slot away from it."""
+    """Environment of slot 0, 1, 2, ...: the one furthest below its share."""
     given = dict.fromkeys(ratios, 0)
     for slot in itertools.count(1):
         name = max(ratios, key=lambda name: ratios[name] / sum(ratios.values()) * slot - given[name])
@@ -359,8 +360,13 @@ def resume(run_dir, cfg):
     except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
         what = found if path.name == "state.json" else f"{path} and the batches after it"
         raise RunError(6, f"{path} is damaged ({type(e).__name__}: {e}). Remove {what}, and start again") from e
+    if late := [p for p in (run_dir / "batches").glob("step_*.safetensors") if p.stem > f"step_{n:06d}"]:
+        raise RunError(6, f"{min(late)} is there, but no batch {n}. Remove all that come after, and start again")
+    # With the same configuration the versions after the checkpoint come again, bit for bit, else others do.
+    old = run_dir / "config.toml"
+    is_same = old.exists() and old.read_text() == configs.to_toml(cfg)
     configs.cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
-    configs.cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= n)
+    configs.cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= (n if is_same else step))
     return step, n, ledger
 
 

@@ -630,7 +630,8 @@ def publish(sender, policy, version, cfg, batch=None):
         dist.barrier()
         if sender:
             sender.post_all("/wake_up")
-    tensors = {k: w.to(sender.device) for k, w in sampler_weights(policy.model, dtype, cfg.sends_adapters) if sender}
+    weights = sampler_weights(policy.model, dtype, cfg.sends_adapters)
+    tensors = {name: w.to(sender.device) for name, w in weights if sender}
     if sender:
         sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
     metrics = canary(sender, policy, version, cfg, batch)

@@ -278,12 +278,15 @@ def for_launch(argv):
     for found in sorted(run_directory(cfg).glob("checkpoints/step_??????/state.json"))[-1:]:
         with suppress(OSError, ValueError, KeyError):  # a damaged one is the orchestrator's to tell of
             refuse_other(json.loads(found.read_text())["run"], cfg, found.parent)
-    head = ["--hf-overrides", '{"head_dtype": "float32"}'] * bool(cfg.trainer.head_dtype)
-    head += ["--enable-sleep-mode"] * cfg.inference.sleep
-    words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "inference_flags": head}
-    for key, value in cfg.inference.args.items():  # true is --flag, false --no-flag
-        flag = f"--{'no-' if value is False else ''}{key.replace('_', '-')}"
-        words["inference_flags"] += [flag] if isinstance(value, bool) else [flag, value]
+    args, words = dict(cfg.inference.args), {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters}
+    if cfg.trainer.head_dtype:  # beside the user's own, which may be JSON
+        own = args.get("hf_overrides", {})
+        args["hf_overrides"] = (json.loads(own) if isinstance(own, str) else own) | {"head_dtype": "float32"}
+    words["inference_flags"] = ["--enable-sleep-mode"] * cfg.inference.sleep
+    for key, value in args.items():  # true is --flag, false --no-flag
+        flag, values = f"--{'no-' if value is False else ''}{key.replace('_', '-')}", [value]
+        values = {bool: [], list: value, dict: [json.dumps(value)]}.get(type(value), values)
+        words["inference_flags"] += [flag, *values]
     words |= {(key if "." in key else f"run.{key}").replace(".", "_"): value for key, value in cfg.flat.items()}
     for name, value in words.items():
         print(f"{name}=({shlex.join(map(str, value if isinstance(value, list) else [value]))})")

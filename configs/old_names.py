@@ -60,7 +60,9 @@ VALUES = {
         "cispo": {"trainer.loss": "cispo"},
     },
     "importance_sampling_level": {"token": {}},
-    "vllm_importance_sampling_correction": {"False": {}},
+    "vllm_importance_sampling_correction": {
+        "False": {"trainer.importance": "", "trainer.importance_low": 0.0, "trainer.importance_high": 0.0},
+    },
     "vllm_importance_sampling_mode": {
         name: {"trainer.importance": f"losses:{name}"}
         for name in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
@@ -153,12 +155,15 @@ def translate(given):
 
 def turn(item):
     """For sorting. What turns something on (sync_ref_model = true) comes first, so that a number for it holds
-    (ref_model_sync_steps = 9); what turns it off comes last, and holds against any number."""
+    (ref_model_sync_steps = 9); what turns it off comes last, and holds against any number. bf16 = false comes before
+    all: it says fp32 where no fp16 = true says more."""
     key, value = item
     stands_for = VALUES.get(key.removeprefix(PREFIX), {}).get(str(value))
     if stands_for is None or not key.startswith(PREFIX):
-        return 1
-    return 0 if all(stands_for.values()) else 2
+        return 2
+    if key == f"{PREFIX}bf16" and not value:
+        return 0
+    return 1 if all(stands_for.values()) else 3
 
 
 def refuse(name, value, instead):

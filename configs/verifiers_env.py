@@ -7,17 +7,15 @@
 Works with verifiers 0.1.14. What it asks the policy goes through `generate`, so a rollout is trained on the ids that
 were sampled, forks included. A reward function that raises is 0 there; here it loses the rollout, as everywhere."""
 
-import asyncio
 import contextvars
 import functools
-import inspect
 
 import verifiers as vf
 from openai.types.chat import ChatCompletion
 from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.utils.message_utils import normalize_messages
 
-from env import SingleTurnEnv, Truncated, finite
+from env import SingleTurnEnv, Truncated, finite, in_thread
 
 FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
 
@@ -49,9 +47,7 @@ def off_loop(function):
 
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
-        is_async = inspect.iscoroutinefunction(function)
-        value = function(*args, **kwargs) if is_async else await asyncio.to_thread(function, *args, **kwargs)
-        return await value if inspect.isawaitable(value) else value
+        return await in_thread(function, *args, **kwargs)
 
     return wrapper
 

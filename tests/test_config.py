@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -116,6 +117,10 @@ OLD_NAMES = {
     "ref_model_mixup_alpha = 0.25": ("trainer", "ref_sync_alpha", 0.25),
     "ref_model_mixup_alpha = 0.25\nsync_ref_model = true\nbeta = 0.1": ("trainer", "ref_sync_alpha", 0.25),
     "sync_ref_model = true\nbeta = 0.2": ("trainer", "ref_sync_alpha", 0.6),
+    "fp16 = true\nbf16 = false": ("trainer", "dtype", "fp16"),
+    "bf16 = false\nfp16 = false": ("trainer", "dtype", "fp32"),
+    'vllm_importance_sampling_correction = false\nvllm_importance_sampling_mode = "sequence_mask"\n'
+    "vllm_importance_sampling_clip_max = 2.0": ("trainer", "importance", ""),
     'loss = "grpo"': ("trainer", "loss", "grpo"),  # a name of ours
     'loss_type = "grpo"': None,
     'loss_type = "bnpo"': None,
@@ -428,3 +433,13 @@ def test_what_launch_gets(tmp_path):
     assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search')" and words["trainer_gpus"] == "(1)"
     assert words["run_max_steps"] == "(500)" and words["sends_adapters"] == "(True)"
     assert "--enable-auto-tool-choice --tool-call-parser hermes --no-enforce-eager" in words["inference_flags"]
+    more = ["trainer.head_dtype=fp32", "inference.args.cudagraph_capture_sizes=[1, 2]"]
+    for own in ({}, "{a = 1}", "'{\"a\": 1}'"):
+        args = [f"inference.args.hf_overrides={own}"] if own else []
+        flags = shlex.split(for_launch(tmp_path / "some.toml", *more, *args)["inference_flags"].strip("()"))
+        assert flags.count("--hf-overrides") == 1 and flags[flags.index("--cudagraph-capture-sizes") + 1 :][:2] == [
+            "1",
+            "2",
+        ]
+        found = json.loads(flags[flags.index("--hf-overrides") + 1])
+        assert found == ({"a": 1} if own else {}) | {"head_dtype": "float32"}

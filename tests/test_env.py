@@ -208,6 +208,16 @@ def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
     assert [m["tool_call_id"] for m in state["completion"] if m["role"] == "tool"][:3] == ["0", "1", "0"]
 
 
+def test_a_tool_that_ends_the_program_or_an_iteration_does_neither():
+    def leaves(code: int) -> str:
+        return sys.exit(code) if code else next(iter(()))
+
+    env = ToolEnv(ROWS, [leaves], max_turns=2)
+    state, _, _ = play(env, ROWS[0], calls(("leaves", '{"code": 3}'), ("leaves", '{"code": 0}')), "done")
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts == ["error: SystemExit: 3", "error: RuntimeError: StopIteration "]
+
+
 def test_calls_that_the_server_cannot_read_go_back_as_text():
     env = ToolEnv(ROWS, [add], max_turns=3)
     state, _, _ = play(env, ROWS[0], '<tool_call>{"name": "add", "arg', "4")

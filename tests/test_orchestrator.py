@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import time
 from collections import Counter
 
@@ -19,7 +20,7 @@ from orders import Picky
 import orchestrator
 import trainer
 from configs import RunError, load_config
-from env import Truncated
+from env import Rubric, SingleTurnEnv, Truncated
 from orchestrator import Client, Group, Order, Rollout, ServerError, deal, extend_or_fork, save_batch, why_drop
 from trainer import load_batch
 
@@ -516,6 +517,26 @@ def test_a_run_resumes_where_it_was_and_deals_out_the_same_rows(run, tmp_path):
     assert issued | set(ledger["open"]) == set(range(ledger["next"]))
 
 
+def test_evaluations_of_weights_that_do_not_come_again_are_dropped(run):
+    """Of versions after the checkpoint, where the run goes on with another learning rate. The same: all stay."""
+    run_dir = run(3, ANSWERS, "eval.every=1")
+    cfg = load_config(run_dir / "config.toml")
+    assert orchestrator.resume(run_dir, cfg)[:2] == (0, 3)
+    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 3]
+    other = load_config(run_dir / "config.toml", ["trainer.learning_rate=0.5"])
+    assert orchestrator.resume(run_dir, other)[:2] == (0, 3)
+    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0]
+
+
+def test_batches_after_a_gap_are_refused(run):
+    """They were sampled by versions that are far behind those that would train on them."""
+    run_dir = run(4, ANSWERS)
+    (run_dir / "batches" / "step_000001.safetensors").unlink()
+    with pytest.raises(RunError, match=r"step_000002.safetensors is there, but no batch 1. Remove all that") as e:
+        orchestrator.resume(run_dir, load_config(run_dir / "config.toml"))
+    assert e.value.code == 6
+
+
 def test_batches_of_another_configuration_are_refused(run):
     run(1, '{ kind = "noise" }')
     with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
@@ -637,6 +658,34 @@ def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
             await task
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("function", [lambda: next(iter(())), lambda: sys.exit(2)], ids=["StopIteration", "SystemExit"])
+def test_what_asyncio_treats_as_its_own_loses_its_rollout(function):
+    """A future takes no StopIteration, so that its waiter hung; SystemExit ended the run, with what looked like 2."""
+    r = Rollout({}, reward=1.0)
+    asyncio.run(orchestrator.guard([r], orchestrator.call(function), 5))
+    kind = "SystemExit" if "exit" in function.__code__.co_names else "RuntimeError: StopIteration"
+    assert r.reward is None and r.error.startswith(kind) and "<lambda>, test_orchestrator.py" in r.error
+
+
+def test_two_first_calls_at_once_are_two_samples(make_cfg):
+    """A best of two: only one of the calls is the group's request, the other is a request of its own."""
+
+    class BestOfTwo(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            state["completion"] += await asyncio.gather(generate(state["prompt"]), generate(state["prompt"]))
+
+    count = itertools.count(10)
+
+    async def ask(prompt, n, tools=None):
+        await asyncio.sleep(0)
+        return [({"role": "assistant", "content": ""}, [1, 2], [next(count)], [-1.0], "stop", [0, 0]) for _ in range(n)]
+
+    env = BestOfTwo([{"question": "?"}], rubric=Rubric([lambda: 1.0]))
+    rollouts = asyncio.run(orchestrator.run_group(env, env.dataset[0], 2, ask, 0, make_cfg()))
+    assert len({s["tokens"][-1] for r in rollouts for s in r.samples}) == 4
+    assert all(r.num_turns == 2 and not r.error for r in rollouts)
 
 
 def test_an_empty_column_is_refused(tmp_path):
