@@ -12,7 +12,7 @@ import tomllib
 import pytest
 from conftest import ROOT
 
-# What there is may only shrink, but for defects. The aim: 1,000 code lines, 1,500 lines; 160 code lines of configs (LOG.md).
+# What there is grows for defects alone. The aim: 1,000 code lines, 1,500 lines; 160 code lines of configs (LOG.md).
 MOST = {"core": 1148, "lines": 1658, "configs": 196, "launch.sh": 180}
 CORE = [ROOT / name for name in ("trainer.py", "orchestrator.py", "env.py")]
 TREE = [path for folder in (ROOT, ROOT / "configs", ROOT / "tools") for path in sorted(folder.glob("*.py"))]
