@@ -357,8 +357,8 @@ def make_micros(policy, batch, cfg):
 
 
 def train_step(policy, optimizer, batch, step, cfg):
-    """updates_per_batch optimizer steps on one batch -> metrics, and logp_T before them (0 where nothing is trained). A
-    non-finite gradient changes nothing, on any rank."""
+    """updates_per_batch optimizer steps on one batch -> metrics (of the loss: in the first of them), and logp_T before
+    them (0 where nothing is trained). A non-finite gradient changes nothing, on any rank."""
     t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
     weigh, params = named(t.importance, {"": lambda loss: loss}), list(trained(policy).values())
     penalize = named("reference:penalized" if t.beta else "", {"": lambda loss: loss})
@@ -391,7 +391,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 logp_T[micro["at_N"]] += torch.where(micro["mask_N"], logp_N.detach(), 0)
         # 4. One optimizer step, unless the gradient is not finite.
         if scale != 1:
-            torch._foreach_div_([p.grad for p in params], scale)
+            torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
         grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm)).item()
         skipped += not math.isfinite(grad_norm)
         if math.isfinite(grad_norm):
@@ -415,7 +415,8 @@ SAID = 4  # tokens that the policy says after each; every one is a step of the e
 
 def sampler_weights(model, dtype, adapters):
     """Yields (the module's name, full tensor) as a sampler wants them. Collective: every rank exhausts it. LoRA is
-    merged out of place in fp32; with `adapters` only A and B go."""
+    merged out of place in fp32; with `adapters` only A and B go. Buffers of the checkpoint keep their dtype: a router's
+    bias in 16 bits would be another router."""
     for name, p in model.named_parameters():  # tied weights go once
         place, _, key = name.rpartition(".")
         module, is_lora = model.get_submodule(place), key.startswith("lora_")
@@ -424,6 +425,8 @@ def sampler_weights(model, dtype, adapters):
             if isinstance(module, LoRALinear) and key == "weight":
                 w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
             yield f"{name}.weight" if is_lora else name, w.to(dtype).contiguous()
+    kept = {} if adapters else model.state_dict()
+    yield from ((name, b) for name, b in model.named_buffers() if name in kept)
 
 
 def make_group(store, rank, spec):
@@ -434,11 +437,12 @@ def make_group(store, rank, spec):
 
 
 def stream(group, device, spec, tensors=None):
-    """Both ends of a broadcast: yields (name, tensor), one after the other. spec["tensors"]: names and shapes; the
-    sender gives `tensors` themselves, all of one dtype."""
-    dtype, limit = getattr(torch, spec["dtype"]), timedelta(seconds=spec["timeout_s"])
-    for name, shape in spec["tensors"]:
-        tensor = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, dtype=dtype, device=device)
+    """Both ends of a broadcast: yields (name, tensor), one after the other. spec["tensors"]: names, shapes and dtypes;
+    the sender gives `tensors` themselves."""
+    limit = timedelta(seconds=spec["timeout_s"])
+    for name, shape, dtype in spec["tensors"]:
+        like = {"dtype": getattr(torch, dtype), "device": device}
+        tensor = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, **like)
         group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(limit)  # as bytes: every backend has those
         yield name, tensor
 
@@ -463,7 +467,7 @@ class WeightSender:
         self.store = dist.TCPStore(host, port, None, True, limit, False, False, listener.detach())
         workers = math.prod(cfg.inference.args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
         self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s}
-        self.spec |= {"size": 1 + workers * len(self.urls), "dtype": str(DTYPES[t.dtype]).removeprefix("torch.")}
+        self.spec["size"] = 1 + workers * len(self.urls)
         joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
         made = self.pool.submit(make_group, self.store, 0, self.spec)
         for call in as_completed([made, *joining], timeout=2 * t.sync_timeout_s):
@@ -504,7 +508,8 @@ class WeightSender:
         missing, self.names = sorted(self.names - set(tensors)), set(tensors)
         require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
-        spec = {"tensors": [(name, list(w.shape)) for name, w in tensors.items()], "adapter": about}
+        listed = [(name, list(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in tensors.items()]
+        spec = {"tensors": listed, "adapter": about}
         if not about:
             self.post_all("/pause?mode=keep&clear_cache=false")  # else it forgets, and reads again, what they have said
         replies = self.rpc("receive_weights", [spec] * len(self.urls))
@@ -662,6 +667,13 @@ def state_of(policy, optimizer):
     return found
 
 
+def counters(group, optimizer):
+    """What an optimizer has changed in a group of its parameters, as Schedule-Free's k; not what the configuration
+    gives, nor the scheduled rate."""
+    usual = optimizer.defaults | {"lr": group["lr"]}
+    return {k: x for k, x in group.items() if k in usual and x != usual[k]}
+
+
 def shards(path):
     """{file: CRC-32} of a checkpoint's tensors, each rank reading its share. Collective."""
     files = sorted(path.glob("*.safetensors"))
@@ -684,6 +696,7 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
     state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
     state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
+    state["groups"] = [counters(group, optimizer) for group in optimizer.param_groups]
     if is_first:
         (tmp / "state.json").write_text(json.dumps(state))
         os.rename(tmp, path)
@@ -705,12 +718,14 @@ def load_checkpoint(path, policy, optimizer, cfg):
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved, like = reader.read_metadata().state_dict_metadata, {"device": policy.device}
     if any(name.startswith("optimizer/") for name in saved):  # not where every step was skipped
-        get_optimizer_state_dict(policy, optimizer)  # called for what it does: makes the tensors to load into
+        get_optimizer_state_dict(policy, optimizer)  # called for its step at a rate of 0: makes what to load into
+    for group, changed in zip(optimizer.param_groups, state.get("groups", ())):
+        group.update(changed)
     for name in saved:  # a recipe may make its tensors later than this,
         if name.startswith("extra/") and name[6:] not in policy.extra:
             policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
-    tensors = state_of(policy, optimizer)  # or be new in this run
-    dcp.load({k: x for k, x in tensors.items() if k in saved or k[:6] != "extra/"}, storage_reader=reader)
+    tensors = state_of(policy, optimizer)  # or be new in this run; and what never has a gradient has no state
+    dcp.load({k: x for k, x in tensors.items() if k in saved or k.startswith("policy/")}, storage_reader=reader)
     return state["step"]
 
 
@@ -734,11 +749,13 @@ def write_final(run_dir, policy, cfg):
         names = transformers.core_model_loading.revert_weight_conversion(policy.model, tensors)
         write_adapter(final, names, t._asdict(), cfg.run.model)
     else:
+        # Transformers reads any generation_config.json, but does not write every one: it is copied.
+        policy.model.can_generate = lambda: False
         policy.model.save_pretrained(final, state_dict=tensors)
         policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see
         policy.model.config.save_pretrained(final)
         source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
-        for file in source.glob("*processor_config.json"):  # by which a composite model reads images
+        for file in source.glob("*_config.json"):  # of generation; by which a composite model reads images
             shutil.copy(file, final)
     template = {"chat_template": Path(cfg.run.chat_template).read_text()} if cfg.run.chat_template else {}
     transformers.AutoTokenizer.from_pretrained(cfg.run.model, **template).save_pretrained(final)
@@ -769,6 +786,11 @@ def start_distributed(cfg):
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit), **how)
+    # Each node is started by a command of its own, which may say something else.
+    about = cfg.trainer._replace(gpus=0), cfg.run.max_steps, cfg.run.max_seq_len
+    mine = zlib.crc32(repr(about).encode())
+    dist.all_reduce(most := torch.tensor([mine, -mine]), dist.ReduceOp.MAX)
+    require(most.sum() == 0, 2, "[trainer], max_steps and max_seq_len are not the same on all ranks")
 
 
 def main(argv):
@@ -777,6 +799,8 @@ def main(argv):
     files, t, last = sorted(replay.glob("step_*.safetensors")) if replay else [], cfg.trainer, cfg.run.max_steps
     require(files or not replay, 2, f"--replay {replay}: no step_*.safetensors there")
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
+    for name in (t.loss, t.importance, t.optimizer, t.advantage):  # misspelled ones are told before the first step
+        named(name, {} if ":" in name else {name: None})
     start_distributed(cfg)
     is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
     check_policy(policy, cfg)

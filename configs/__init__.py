@@ -9,6 +9,7 @@ import difflib
 import importlib
 import json
 import os
+import re
 import shlex
 import sys
 import tomllib
@@ -66,11 +67,14 @@ def load_config(path, overrides=(), is_check=False):
     path = text.removeprefix(ORIGIN).splitlines()[0] if text.startswith(ORIGIN) else path
     sys.path[:] = [str(Path(path).resolve().parent), *sys.path, str(HERE)]
     mix = given.pop("env") if isinstance(given.get("env"), list) else []  # [[env]] tables
+    if len(mix) == 1:  # as in a run's config.toml: env.args.x=1 says enough
+        given, mix = given | flatten({"env": mix[0]}), []
     # 2. The overrides: a bare word is a string, env.args.x=1 leaves the other args. launch.sh's are of this run alone.
     own, before = os.environ.get("ROLEMODEL_OVERRIDES", "").split(), {}
     for item in (*overrides, *own):
         key, equals, text = item.partition("=")
-        require(equals, 2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
+        is_key = equals and re.fullmatch(r'("[^"]*"|[\w-]+)(\.("[^"]*"|[\w-]+))*', key.strip())
+        require(is_key, 2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
         try:
             nested = tomllib.loads(item)
         except ValueError:
@@ -123,7 +127,9 @@ def resolve(given, path, is_check):
     urls = [] if flat["inference.allow_remote"] else [*flat["inference.urls"], flat["trainer.sync_host"]]
     far = {url.split("//")[-1].split(":")[0] for url in urls} - {"127.0.0.1", "localhost"}
     require(not far, 2, f"inference.urls or trainer.sync_host: {far} needs inference.allow_remote = true")
-    values = {"inference.args.tensor_parallel_size": args.get("tensor_parallel_size", 1)} | flat
+    values = {(split := "inference.args.tensor_parallel_size"): args.get("tensor_parallel_size", 1)} | flat
+    is_split = type(values[split]) is int and values[split] > 0
+    require(is_split, 2, f"{split} = {values[split]!r}: must be an int above 0")
     for key, relation, other in LIMITS["relations"]:
         a, b, usual = flat[key], values.get(other, other), DEFAULTS[key]
         holds = {"below": lambda: a < b, "at least": lambda: a >= b, "a multiple of": lambda: not a % b}
@@ -160,9 +166,12 @@ def checked(key, value):
 
 
 def named(name, table):
-    """An entry of the table, or what "module:function" names."""
+    """An entry of the table, or what "module:function" names. RunError 2 where there is none."""
     module, colon, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute) if colon else table[name]
+    try:
+        return getattr(importlib.import_module(module), attribute) if colon else table[name]
+    except (ImportError, AttributeError, KeyError) as e:
+        raise RunError(2, f"{name!r} is no module:function that can be used: {type(e).__name__}: {e}") from e
 
 
 def served_name(cfg, version=None):

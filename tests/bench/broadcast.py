@@ -80,7 +80,7 @@ def one_each(sender, tensors):
     """A request and a broadcast for each tensor -> s."""
     began = time.perf_counter()
     for name, tensor in tensors.items():
-        spec = {"version": 0, "tensors": [(name, list(tensor.shape))], "adapter": None}
+        spec = {"version": 0, "tensors": [(name, list(tensor.shape), "bfloat16")], "adapter": None}
         replies = sender.rpc("receive_weights", [spec])
         sender.group.broadcast(tensor.reshape(-1).view(torch.uint8), 0).wait()
         [reply.result() for reply in replies]
