@@ -291,6 +291,14 @@ MUTANTS = {  # override -> what the error must name
     'inference.urls=["http://10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     "checkpoint.keep=0": "'checkpoint.keep'.*above 0",
     "trainer": "'trainer'.*key=value",
+    "learning rate=1": "'learning rate=1'.*key=value",
+    "trainer..loss=sft": "'trainer..loss=sft'.*key=value",
+    "trainer.adam_beta2=1": "trainer.adam_beta2 = 1.0 must be below 1.0",
+    "trainer.importance=mask": "'trainer.importance'.*module:function",
+    "trainer.optimizer=sgd": "'trainer.optimizer'.*module:function",
+    "seed=4294967296": "'seed'.*at most 4294967295",
+    "inference.args.tensor_parallel_size=0": "tensor_parallel_size = 0.*int above 0",
+    'inference.args.tensor_parallel_size="2"': "tensor_parallel_size = '2'.*int above 0",
 }
 
 
@@ -391,6 +399,8 @@ def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
     again = load_config(tmp_path / "run" / "config.toml")
     assert again.inference == first.inference and again.trainer == first.trainer and again.path == first.path.resolve()
     assert sys.path[0] == str(tmp_path) and configs.to_toml(again) == configs.to_toml(first)
+    changed = load_config(tmp_path / "run" / "config.toml", ["env.args.more=1"])  # its [[env]] is the only one
+    assert changed.env[0].args == first.env[0].args | {"more": 1}
 
 
 def test_another_run_of_that_name_is_refused_before_anything_starts(tmp_path):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BASE, ROOT, lines, make_samples, run_trainer, some
+from conftest import BASE, ROOT, free_port, lines, make_samples, run_trainer, some
 from ranks import replays
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -276,7 +276,8 @@ def gradients(cfg, batch, policy=None):
 
     class Keep(torch.optim.SGD):
         def step(self):
-            kept.update({k: trainer.full(p.grad).float().clone() for k, p in trainer.trained(policy).items()})
+            grads = {k: p.grad for k, p in trainer.trained(policy).items() if p.grad is not None}
+            kept.update({k: trainer.full(grad).float().clone() for k, grad in grads.items()})
 
     optimizer = Keep(list(trainer.trained(policy).values()), 0.0)
     metrics, logp_T = trainer.train_step(policy, optimizer, batch, 0, cfg)
@@ -664,6 +665,32 @@ def test_a_replay_of_nothing_is_refused(make_cfg, tmp_path):
     assert e.value.code == 2 and not list(tmp_path.glob("**/*-replay-*"))
 
 
+@pytest.mark.parametrize("key", ["loss", "importance", "optimizer", "advantage"])
+@pytest.mark.parametrize("name, message", [("my_los:f", "No module named 'my_los'"), ("losses:gsp", "no attribute")])
+def test_a_misspelled_function_is_told_before_a_model_is_loaded(key, name, message, make_cfg, tmp_path, monkeypatch):
+    make_cfg()
+    saved = write_batches(tmp_path / "saved", 1)
+    monkeypatch.setattr(trainer, "build_policy", None)
+    with pytest.raises(RunError, match=f"'{name}'.*{message}") as e:
+        replays([[tmp_path / "test.toml", "--replay", saved, f"trainer.{key}={name}", f"output_dir={tmp_path}"]])
+    assert e.value.code == 2
+
+
+@pytest.mark.slow
+def test_ranks_of_different_configurations_are_refused(make_cfg, tmp_path):
+    """Each node has a command line of its own."""
+    make_cfg()
+    saved, port, ranks = write_batches(tmp_path / "saved", 1), str(free_port()), []
+    for rank in ("0", "1"):
+        env = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, ROOT / "trainer.py", tmp_path / "test.toml", "--replay", saved]
+        command += [f"output_dir={tmp_path}", f"trainer.learning_rate=1e-{rank}"]
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
+    for process in ranks:
+        said = process.communicate(timeout=60)[1]
+        assert process.returncode == 2 and "not the same on all ranks" in said, said
+
+
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(make_cfg, monkeypatch):
     """A driver too old for this build of torch; a build for CPUs was asked for."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
@@ -811,6 +838,47 @@ def test_a_checkpoint_before_any_step_has_succeeded_loads(make_cfg, tmp_path):
     again = adamw(policy)
     assert trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", policy, again, cfg) == 1
     assert not any(again.state.values())
+
+
+class Averaged(torch.optim.Optimizer):
+    """Averages its iterates with weights that it counts in its groups, as Schedule-Free AdamW does (2405.15682)."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                z = self.state[p].setdefault("z", p.clone())
+                p.lerp_(z.sub_(p.grad, alpha=group["lr"]), 1 / group["steps"])
+
+
+def averaged(params, t):
+    return Averaged(params, t.learning_rate)
+
+
+def test_an_optimizers_own_counters_are_resumed(make_cfg, tmp_path):
+    cfg = make_cfg("trainer.optimizer=test_trainer:averaged", "trainer.learning_rate=1", "trainer.updates_per_batch=2")
+    batch = batch_of(tmp_path, make_samples())
+    (tmp_path / "checkpoints").mkdir()
+
+    def weights(stop):
+        policy = trainer.build_policy(cfg)
+        optimizer = trainer.make_optimizer(policy, cfg.trainer)
+        for step in range(4):
+            if step == stop:
+                trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg, {})
+                policy = trainer.build_policy(cfg)
+                optimizer = trainer.make_optimizer(policy, cfg.trainer)
+                trainer.load_checkpoint(tmp_path / "checkpoints" / f"step_{step:06d}", policy, optimizer, cfg)
+            trainer.train_step(policy, optimizer, batch, step, cfg)
+        assert optimizer.param_groups[0]["steps"] == 8
+        return {name: trainer.full(p.detach()).clone() for name, p in trainer.trained(policy).items()}
+
+    in_one_go, resumed = weights(None), weights(2)
+    assert all(torch.equal(w, resumed[name]) for name, w in in_one_go.items())
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "missing", "state truncated", "state missing"])
@@ -1065,6 +1133,16 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="sync of version 3: 1 of 5 tensors are not finite, the first is c") as e:
         sender.send(3, sent | {"c": sent["c"] / 0})
     assert e.value.code == 5
+
+
+def test_final_has_the_models_generation_config(make_cfg, models, tmp_path):
+    """Also one that Transformers reads, but refuses to write."""
+    shutil.copytree(models["untied"], path := tmp_path / "model")
+    theirs = {"do_sample": False, "temperature": 0.6, "eos_token_id": [0, 5]}
+    (path / "generation_config.json").write_text(json.dumps(theirs))
+    cfg = make_cfg(model=path)
+    trainer.write_final(tmp_path, trainer.build_policy(cfg), cfg)
+    assert json.loads((tmp_path / "final" / "generation_config.json").read_text()) == theirs
 
 
 def test_final_has_the_runs_chat_template(make_cfg, tmp_path):
