@@ -800,7 +800,7 @@ def main(argv):
     require(files or not replay, 2, f"--replay {replay}: no step_*.safetensors there")
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
     for name in (t.loss, t.importance, t.optimizer, t.advantage):  # misspelled ones are told before the first step
-        named(name, {} if ":" in name else {name: None})
+        named(name, {name: None})
     start_distributed(cfg)
     is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
     check_policy(policy, cfg)
