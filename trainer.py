@@ -786,8 +786,8 @@ def start_distributed(cfg):
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit), **how)
-    # Each node is started by a command of its own, which may say something else.
-    about = cfg.trainer._replace(gpus=0), cfg.run.max_steps, cfg.run.max_seq_len
+    # Each node is started by a command of its own; what only the first one uses may differ.
+    about = cfg.trainer._replace(gpus=0, sync_host="", sync_backend=""), cfg.run.max_steps, cfg.run.max_seq_len
     mine = zlib.crc32(repr(about).encode())
     dist.all_reduce(most := torch.tensor([mine, -mine]), dist.ReduceOp.MAX)
     require(most.sum() == 0, 2, "[trainer], max_steps and max_seq_len are not the same on all ranks")
