@@ -422,7 +422,8 @@ def test_whole_runs_in_16_bits(mode, tmp_path):
     evals, metrics = run_of("reverse_text", tmp_path, *BF16, *SIXTEEN_BITS[mode])
     assert [(e["step"], e["n"], e["errors"]) for e in evals] == [(0, 64, 0), (10, 64, 0), (20, 64, 0)]
     assert [m["step"] for m in metrics] == list(range(20)) and not any(m["rollout/errors"] for m in metrics)
-    assert max(m["sync/dlogp_mean"] for m in metrics) < 0.02 and max(m["policy/kl_sampler"] for m in metrics) < 0.5
+    assert max(m["sync/dlogp_mean"] for m in metrics) < 0.02
+    assert metrics[0]["policy/kl_sampler"] < 0.01  # of the version that is trained; later ones are stale, as asked
 
 
 @pytest.mark.long
