@@ -86,7 +86,7 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.device, self.head_dtype, c = model, device, head_dtype, model.config.get_text_config()
         self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
-        self.softcap = getattr(c, "final_logit_softcapping", None)
+        self.softcap, self.vocab = getattr(c, "final_logit_softcapping", None), c.vocab_size
         if device.type == "cuda":
             self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
@@ -113,7 +113,7 @@ class Policy(nn.Module):
         parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
         params = self.model.get_output_embeddings().named_parameters()
         weights = {name: p.float() if p.requires_grad or self.head_dtype else p for name, p in params}
-        chunks = zip(*(x.split(self.CHUNK // self.model.config.get_text_config().vocab_size or 1) for x in parts))
+        chunks = zip(*(x.split(self.CHUNK // self.vocab or 1) for x in parts))
         logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
         return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them
 
@@ -141,29 +141,29 @@ def build_policy(cfg):
     """Load, add LoRA, shard with FSDP2: a group per block, one for the rest. FSDP2 also casts fp32 masters down."""
     from torch.distributed import fsdp
 
-    t, world, is_cuda = cfg.trainer, dist.get_world_size(), torch.cuda.is_available()
+    t, world, kind = cfg.trainer, dist.get_world_size(), "cuda" if torch.cuda.is_available() else "cpu"
     require(world % t.replicas == 0, 2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
     torch.manual_seed(cfg.run.seed)  # every rank draws the same adapters
     model = load_model(cfg)
     if t.use_lora:
         add_lora(model, t)
     if t.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_enable()
         model.disable_input_require_grads()  # a need of reentrant checkpoints; the first block would be another graph
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
         block.forward = torch.compile(block.forward, dynamic=True)
-    policy = Policy(model, torch.device("cuda" if is_cuda else "cpu"), DTYPES.get(t.head_dtype))
+    policy = Policy(model, torch.device(kind), DTYPES.get(t.head_dtype))
     if t.compile:
         policy.head = torch.compile(policy.head, dynamic=True)
         torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code; then nothing is compiled
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
-        shape, names = (t.replicas, world // t.replicas), ("replicate", "shard")  # sharded in a node, copied across
-        mesh = dist.init_device_mesh(policy.device.type, shape, mesh_dim_names=names)
+        # Sharded in a node, copied across.
+        mesh = dist.init_device_mesh(kind, (t.replicas, world // t.replicas), mesh_dim_names=("replicate", "shard"))
         how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
-        how["offload_policy"] = fsdp.CPUOffloadPolicy() if t.offload_optimizer and is_cuda else fsdp.OffloadPolicy()
+        how |= {"offload_policy": fsdp.CPUOffloadPolicy()} if t.offload_optimizer and kind == "cuda" else {}
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
             mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
             fsdp.fully_shard(module, mp_policy=mixed, **how)
@@ -347,7 +347,7 @@ def make_optimizer(policy, t):
 def make_micros(policy, batch, cfg):
     """-> this rank's micro-batches, as many as every other rank has."""
     rank, world, lens, tokens_T = dist.get_rank(), dist.get_world_size(), batch.lens.tolist(), batch.columns["tokens"]
-    low, high, vocab = int(tokens_T.min()), int(tokens_T.max()), policy.model.config.get_text_config().vocab_size
+    low, high, vocab = int(tokens_T.min()), int(tokens_T.max()), policy.vocab
     what = f"a sample of {min(lens)} tokens, ids from {low} to {high}; the vocabulary has {vocab}"
     require(min(lens) > 0 and 0 <= low and high < vocab, 4, f"a batch that cannot be trained on: {what}")
     rectangles = cut(lens, cfg.trainer.micro_batch_size * cfg.run.max_seq_len, world, *SHAPES[policy.device.type])
@@ -580,7 +580,7 @@ def gap(diff_N, t, most):
 
 def random_rows(policy, cfg):
     """Token ids in rows of different lengths: nothing may leak from row to row."""
-    draw, vocab = torch.Generator().manual_seed(0), policy.model.config.get_text_config().vocab_size
+    draw, vocab = torch.Generator().manual_seed(0), policy.vocab
     return [torch.randint(vocab, [max(2, min(n, cfg.run.max_seq_len - SAID))], generator=draw).tolist() for n in CANARY]
 
 
@@ -602,20 +602,17 @@ def check_policy(policy, cfg):
 @torch.no_grad()
 def canary(sender, policy, version, cfg, batch=None):
     """Every server goes on with the same rows: prompts of the batch, or random ones before there is one. The trainer
-    scores what it said, in rectangles, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
+    scores what they said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
     Collective."""
-    rows, most = [] if batch else random_rows(policy, cfg), min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
+    servers, rows = max(1, len(cfg.inference.urls)), [] if batch else random_rows(policy, cfg)
+    # What all servers say is one rectangle, no larger than a micro-batch.
+    most = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len // (len(CANARY) * servers) - SAID
     for i in range(0, len(batch.lens), -(-len(batch.lens) // len(CANARY))) if batch else ():
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
-        rows.append(tokens[: max(1, min(int(mask.int().argmax()), most // len(CANARY) - SAID))].tolist())
-    rows = rows if sender else [[0]]  # other ranks only take part in the forward
-    said = sender.say(version, rows) if sender else []
-    dist.broadcast(servers := torch.tensor(len(said) // len(rows)), 0)  # other nodes know of none
-    policy.eval()
-    said = said or [([0], [])] * int(servers)
-    each = [said[i : i + len(rows)] for i in range(0, len(said), len(rows))]  # a rectangle a server: a micro-batch
-    lens = [len(row) for row in rows]
-    logp_N = torch.cat([score(policy, [row + ids for row, (ids, _) in zip(rows, part)], lens) for part in each])
+        rows.append(tokens[: max(1, min(int(mask.int().argmax()), most))].tolist())
+    said = sender.say(version, rows) if sender else [([0], [])]  # other ranks only take part in the forward
+    pairs = list(zip(rows * servers, said))
+    logp_N = score(policy.eval(), [row + ids for row, (ids, _) in pairs], [len(row) for row, _ in pairs])
     policy.train()
     if not sender:
         return {}
@@ -667,19 +664,11 @@ def state_of(policy, optimizer):
     return found
 
 
-def counters(group, optimizer):
-    """What an optimizer has changed in a group of its parameters, as Schedule-Free's k; not what the configuration
-    gives, nor the scheduled rate."""
-    usual = optimizer.defaults | {"lr": group["lr"]}
-    return {k: x for k, x in group.items() if k in usual and x != usual[k]}
-
-
 def shards(path):
     """{file: CRC-32} of a checkpoint's tensors, each rank reading its share. Collective."""
     files = sorted(path.glob("*.safetensors"))
-    sums = torch.zeros(len(files), dtype=torch.int64)
-    for i in range(dist.get_rank(), len(files), dist.get_world_size()):
-        sums[i] = zlib.crc32(np.memmap(files[i], np.uint8, "r")) if files[i].stat().st_size else 0
+    mine = [file for file in files[dist.get_rank() :: dist.get_world_size()] if file.stat().st_size]
+    sums = torch.tensor([zlib.crc32(np.memmap(file, np.uint8, "r")) if file in mine else 0 for file in files])
     dist.all_reduce(sums)
     return dict(zip((file.name for file in files), sums.tolist()))
 
@@ -690,13 +679,14 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     path, is_first = run_dir / "checkpoints" / f"step_{step:06d}", dist.get_rank() == 0
     tmp, tensors = path.with_suffix(".tmp"), state_of(policy, optimizer)
     refuse_non_finite(tensors, path)
-    if is_first:
-        shutil.rmtree(tmp, ignore_errors=True)
+    shutil.rmtree(tmp, ignore_errors=True)  # by whichever rank comes first
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
     state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
     state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
-    state["groups"] = [counters(group, optimizer) for group in optimizer.param_groups]
+    # What an optimizer has changed in a group, as Schedule-Free's k; not what the configuration gives.
+    usual, groups = optimizer.defaults, optimizer.param_groups
+    state["groups"] = [{k: x for k, x in g.items() if k != "lr" and x != usual.get(k, x)} for g in groups]
     if is_first:
         (tmp / "state.json").write_text(json.dumps(state))
         os.rename(tmp, path)
@@ -721,10 +711,10 @@ def load_checkpoint(path, policy, optimizer, cfg):
         get_optimizer_state_dict(policy, optimizer)  # called for its step at a rate of 0: makes what to load into
     for group, changed in zip(optimizer.param_groups, state.get("groups", ())):
         group.update(changed)
-    for name in saved:  # a recipe may make its tensors later than this,
-        if name.startswith("extra/") and name[6:] not in policy.extra:
-            policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
-    tensors = state_of(policy, optimizer)  # or be new in this run; and what never has a gradient has no state
+    # A recipe may make its tensors later than this, or be new in this run; what never has a gradient has no state.
+    for name in [name for name in saved if name.startswith("extra/") and name[6:] not in policy.extra]:
+        policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
+    tensors = state_of(policy, optimizer)
     dcp.load({k: x for k, x in tensors.items() if k in saved or k.startswith("policy/")}, storage_reader=reader)
     return state["step"]
 
@@ -807,8 +797,7 @@ def main(argv):
     optimizer, last = make_optimizer(policy, t), min(last, len(files)) if replay else last
     if found := max((run_dir / "checkpoints").glob("step_??????"), default=None):
         step = load_checkpoint(found, policy, optimizer, cfg)
-    what = f"{len(files)} batches step_*.safetensors in --replay {replay}, {step} steps in {run_dir}"
-    require(not replay or step < last, 2, f"nothing to train on, {what}: choose another run_name, or remove the run")
+    require(not replay or step < last, 2, f"{run_dir} has all {last} steps: choose another run_name, or remove it")
     if is_first:
         configs.cut_lines(run_dir / "metrics.jsonl", lambda line, first=step: line["step"] < first)
     sender = WeightSender(cfg, run_dir, policy.device) if is_first and not replay else None
