@@ -1,6 +1,7 @@
 """The promises of tests/README.md: processes killed at exact points, hung, out of disk; and the same command again."""
 
 import ast
+import atexit
 import importlib.util
 import inspect
 import itertools
@@ -46,6 +47,7 @@ class Run:
     def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), **variables):
         self.dir, self.known, self.sessions, self.ports = path / (toml.stem if toml else "run"), set(), set(), set()
         self.scratch = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
+        atexit.register(shutil.rmtree, self.scratch, True)
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
         toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
