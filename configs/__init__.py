@@ -135,6 +135,10 @@ def resolve(given, path, is_check):
         holds = {"below": lambda: a < b, "at least": lambda: a >= b, "a multiple of": lambda: not a % b}
         holds |= {"left out without": lambda: b or a == usual, "0 with": lambda: not (a and b)}
         require(holds[relation](), 2, f"{key} = {a} must be {relation} {other}{f' = {b}' * (other in values)}")
+    loss, known = flat["trainer.loss"], {"sft"}.union(*LIMITS["knobs"].values())
+    for key, losses in LIMITS["knobs"].items():  # one of the user's own may use any
+        is_used = loss in losses or loss not in known or flat[key] == DEFAULTS[key]
+        require(is_used, 2, f"{key} = {flat[key]}: trainer.loss = {loss!r} does not use it, only {losses}")
     # 3. The tables.
     flat |= {"max_steps": 0, "tracker": "", "eval.every": 0} if is_check else {}
     cfg = argparse.Namespace(path=path, flat=flat)

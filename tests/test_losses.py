@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainer
-from configs import named
+from configs import LIMITS, RunError, named
 
 
 def micro_of(old, adv, sample=None, mask=None):
@@ -222,3 +222,37 @@ def test_weights_go_with_any_loss_through_the_step(loss, weight, make_cfg, batch
 def test_an_edge_without_a_weight_is_refused(make_cfg):
     with pytest.raises(trainer.RunError, match="trainer.importance_high = 2.0 must be left out without"):
         make_cfg("trainer.importance_high=2.0")
+
+
+@pytest.mark.parametrize("name", ["cispo", "grpo", "dr_grpo", "sft", *(f"losses:{name}" for name in losses.LOSSES)])
+def test_a_key_that_a_loss_does_not_use_is_refused(name, make_cfg):
+    """What is refused is just what changes nothing: neither the loss nor its gradient."""
+    old = torch.linspace(-4, -0.5, 16, dtype=torch.float64)
+    adv = torch.tensor([1.0, -1.0] * 8, dtype=torch.float64)
+
+    def gradient(t):
+        logp = (
+            old + torch.linspace(-3, 3, 16, dtype=torch.float64)[torch.randperm(16, generator=draw)]
+        ).requires_grad_()
+        micro = micro_of(old, adv) | {"rollouts": 5, "max_tokens": 2}
+        loss_N, _ = named(name, {name: trainer.compute_loss})(micro, logp, None, t)
+        loss_N.sum().backward()
+        return torch.cat([loss_N.detach(), logp.grad])
+
+    usual = make_cfg(f"trainer.loss={name}").trainer
+    assert {key.rpartition(".")[2] for key in LIMITS["knobs"]} <= set(usual._fields)
+    for key in LIMITS["knobs"]:
+        value = 0.3 if key != "trainer.delta" else 1.5
+        draw = torch.Generator().manual_seed(0)
+        before, draw = gradient(usual), torch.Generator().manual_seed(0)
+        is_used = not torch.equal(before, gradient(usual._replace(**{key.rpartition(".")[2]: value})))
+        if is_used:
+            make_cfg(f"trainer.loss={name}", f"{key}={value}")
+            continue
+        with pytest.raises(RunError, match=f"{key} = {value}: trainer.loss = '{name}' does not use it") as e:
+            make_cfg(f"trainer.loss={name}", f"{key}={value}")
+        assert e.value.code == 2
+
+
+def test_a_loss_of_ones_own_may_use_any_key(make_cfg):
+    assert make_cfg("trainer.loss=mine:loss", "trainer.icepop_low=0.3", "trainer.delta=2.0").trainer.delta == 2.0
