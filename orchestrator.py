@@ -118,16 +118,15 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     cfg, is_text, live = client.cfg, isinstance(prompt, str), client.version
     s = cfg.sampling._asdict() | override
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
-    body = {k: s[k] for k in ("temperature", "top_p", "min_p", "repetition_penalty", "stop", "max_tokens")}
-    body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}  # a model's generation_config.json may have others
-    # cache_salt: keys and values of another version are not reused
-    body |= {"n": n, "top_k": s["top_k"] or -1, "return_token_ids": True, "cache_salt": f"{client.attempt}.{live}"}
+    body = {k: s[k] for k in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")}
+    # a model's generation_config.json may have other penalties; keys and values of another version are not reused
+    body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "cache_salt": f"{client.attempt}.{live}"}
     served = live if version is None else max(version, live - cfg.orchestrator.max_staleness)  # older ones are unloaded
-    body["model"] = served_name(cfg, served)
+    body |= {"model": served_name(cfg, served), "n": n, "return_token_ids": True}
     chat = {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
     body |= {"prompt": prompt, "logprobs": 0} if is_text else chat | ({"tools": tools} if tools else {})
     reply, choices = await client.post(server, f"/v1/{'' if is_text else 'chat/'}completions", body), []
-    for c in sorted(reply["choices"], key=lambda c: c["index"]):
+    for c in reply["choices"]:
         logps = c["logprobs"]["token_logprobs"] if is_text else [x["logprob"] for x in c["logprobs"]["content"]]
         # what vLLM's parsers took out of the content belongs to the message, and to the next prompt
         parsed = {k: c["message"][k] for k in ("tool_calls", "reasoning") if not is_text and c["message"].get(k)}
