@@ -243,10 +243,10 @@ class ToolEnv(MultiTurnEnv):
 
     def __init__(self, dataset, tools, max_turns=8, max_output=8192, call_tag="<tool_call>", **kwargs):
         super().__init__(dataset, max_turns, **kwargs)
+        for f in tools:
+            getattr(f, "__annotations__", {}).pop("state", None)  # pydantic copies a dict, and refuses most classes
         self.tools, self.max_output, self.call_tag = [tool_schema(f) for f in tools], max_output, call_tag
         self.functions = {f.__name__: f for f in tools}
-        for f in tools:
-            getattr(f, "__annotations__", {}).pop("state", None)  # of `state: dict` pydantic would make a copy
 
     def is_completed(self, messages, state):
         return not messages[-1].get("tool_calls") and self.call_tag not in messages[-1]["content"]

@@ -190,6 +190,17 @@ def test_tool_schemas_come_from_signature_and_docstring():
     assert list(schema[1]["function"]["parameters"]["properties"]) == ["text"]  # state is not the policy's to give
 
 
+def test_a_tools_state_may_have_any_annotation():
+    class Notes:
+        """A class that pydantic makes no schema of."""
+
+    def note(text: str, state: Notes) -> str:
+        return text + state["answer"]
+
+    state, _, _ = play(ToolEnv(ROWS, [note], max_turns=2), ROWS[0], calls(("note", '{"text": "a"}')), "done")
+    assert state["completion"][1]["content"] == "a4"
+
+
 def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
     wrong = [("add", "{"), ("add", '{"a": "x"}'), ("add", '{"b": 1}'), ("add", '{"a": 1, "c": 2}'), ("add", "[1]"),
              ("nothing", "{}"), ("fails", '{"text": "luck"}'), ("add", ""), ("state", "{}")]  # fmt: skip
