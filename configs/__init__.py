@@ -297,8 +297,8 @@ def for_launch(argv):
         args["hf_overrides"] = (json.loads(own) if isinstance(own, str) else own) | {"head_dtype": "float32"}
     words["inference_flags"] = ["--enable-sleep-mode"] * cfg.inference.sleep
     for key, value in args.items():  # true is --flag, false --no-flag
-        flag, values = f"--{'no-' if value is False else ''}{key.replace('_', '-')}", [value]
-        values = {bool: [], list: value, dict: [json.dumps(value)]}.get(type(value), values)
+        flag = f"--{'no-' if value is False else ''}{key.replace('_', '-')}"
+        values = {bool: [], list: value, dict: [json.dumps(value)]}.get(type(value), [value])
         words["inference_flags"] += [flag, *values]
     words |= {(key if "." in key else f"run.{key}").replace(".", "_"): value for key, value in cfg.flat.items()}
     for name, value in words.items():
