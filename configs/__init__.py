@@ -8,6 +8,7 @@ import ctypes
 import difflib
 import importlib
 import json
+import math
 import os
 import re
 import shlex
@@ -16,6 +17,7 @@ import tomllib
 from collections import namedtuple
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 HERE = Path(__file__).resolve().parent
 SCHEMA = tomllib.loads((HERE / "defaults.toml").read_text())
@@ -125,7 +127,7 @@ def resolve(given, path, is_check):
     owned = sorted(set(args) & set(LIMITS["owned"].split()))
     require(not owned, 2, f"inference.args.{owned}: set by launch.sh, from inference.gpus, max_seq_len, dtype, seed")
     urls = [] if flat["inference.allow_remote"] else [*flat["inference.urls"], flat["trainer.sync_host"]]
-    far = {url.split("//")[-1].split(":")[0] for url in urls} - {"127.0.0.1", "localhost"}
+    far = {urlsplit(url if "//" in url else f"//{url}").hostname for url in urls} - {"127.0.0.1", "localhost"}
     require(not far, 2, f"inference.urls or trainer.sync_host: {far} needs inference.allow_remote = true")
     values = {(split := "inference.args.tensor_parallel_size"): args.get("tensor_parallel_size", 1)} | flat
     is_split = type(values[split]) is int and values[split] > 0
@@ -209,16 +211,21 @@ def refuse_other(found, cfg, what):
 
 
 def redacted(key, value):
-    """The value, without strings that are named like secrets: they are not for the disk."""
+    """The value, without strings that are named like secrets: they are not for the disk. RunError 2 for what JSON has
+    not: dates, inf, nan."""
     if type(value) is dict:
         return {k: redacted(k, v) for k, v in value.items()}
+    if type(value) is list:
+        return [redacted(key, v) for v in value]
+    is_plain = isinstance(value, str | int) or (type(value) is float and math.isfinite(value))
+    require(is_plain, 2, f"key {key!r} = {value}: must be a string, true or false, or a finite number")
     is_secret = key.lower().split("_")[-1] in ("key", "token", "secret", "password")
     return "REDACTED" if is_secret and type(value) is str else value
 
 
 def to_toml(cfg):
     """The resolved configuration, for config.toml in the run directory. With = for : JSON's objects are TOML's."""
-    text = lambda value: json.dumps(value, default=str, ensure_ascii=False, separators=(", ", " = "))
+    text = lambda value: json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
     parts = [{k: v for k, v in cfg.flat.items() if not k.startswith("env.")}, *(env._asdict() for env in cfg.env)]
     lines = [[f"{k} = {text(v)}\n" for k, v in redacted("", part).items()] for part in parts]
     return f"{ORIGIN}{cfg.path.resolve()}\n" + "\n[[env]]\n".join(map("".join, lines))

@@ -289,6 +289,8 @@ MUTANTS = {  # override -> what the error must name
     "inference.args.data_parallel_size=2": "inference.args.*data_parallel_size",
     "inference.args.tensor_parallel_size=2": "inference.gpus = 1.*tensor_parallel_size = 2",
     'inference.urls=["http://10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
+    'inference.urls=["http://10.0.0.1:8000//127.0.0.1"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
+    'inference.urls=["http://127.0.0.1:x@10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     "checkpoint.keep=0": "'checkpoint.keep'.*above 0",
     "trainer": "'trainer'.*key=value",
     "learning rate=1": "'learning rate=1'.*key=value",
@@ -363,14 +365,26 @@ def test_every_shipped_configuration_loads():
 
 def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
     overrides = ["trainer.beta=0.5", "env.args.api_key=sk-1", "env.args.judge={hf_token='hf-2', max_tokens=5}"]
+    overrides += ["env.args.judges=[{name='a', api_key='sk-3'}]"]
     overrides += ["env.args.prompt='Reply \"so\" \U0001f600'", 'env.args."\u00fc"=[1, true]']
     first = load(tmp_path, VF_RL, *overrides)
     text = configs.to_toml(first)
     again = load(tmp_path, text)
     kept = first.env[0].args | {"api_key": "REDACTED", "judge": {"hf_token": "REDACTED", "max_tokens": 5}}
-    assert again.env == [first.env[0]._replace(args=kept)] and "sk-1" not in text and "hf-2" not in text
+    kept["judges"] = [{"name": "a", "api_key": "REDACTED"}]
+    assert again.env == [first.env[0]._replace(args=kept)] and not re.search("sk-1|hf-2|sk-3", text)
     for table in ("run", "inference", "orchestrator", "sampling", "eval", "trainer", "checkpoint"):
         assert getattr(again, table) == getattr(first, table)
+
+
+@pytest.mark.parametrize("value", ["2024-05-01", "inf", "[1.0, nan]", "{ since = 12:00:00 }"])
+def test_what_json_has_not_is_refused_before_a_server_starts(value, tmp_path):
+    """Else the first batch, whose file says of which run it is, could not be written."""
+    cfg = load(tmp_path, VF_RL, f"env.args.since={value}")
+    for write in (configs.to_toml, configs.identity):
+        with pytest.raises(RunError, match="key 'since' = .*must be a string") as e:
+            write(cfg)
+        assert e.value.code == 2
 
 
 @pytest.mark.parametrize("override, logged", [
