@@ -106,7 +106,7 @@ TAKEN = set("mean std p10 p50 p90 tokens truncated errors rows seconds step env 
 def finite(func, value, num=None):
     """The value as float or list of floats, `num` of them; raises on anything else. Above 1e6 gradients overflow."""
     values = value if isinstance(value, list) else [value]
-    is_right = all(isinstance(v, numbers.Real) and abs(v) <= 1e6 for v in values)  # nan is not
+    is_right = values and all(isinstance(v, numbers.Real) and abs(v) <= 1e6 for v in values)  # nan is not
     if not is_right or len(values) != (num or len(values)):
         wanted = f"no finite number within 1e6{f' for each of {num}' if num else ''}"
         raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, {wanted}")
@@ -138,7 +138,7 @@ class Rubric:
         whole, turns, metrics = 0.0, None, {}
         for func, weight, objects in [part for part in self.parts if PLURALS.isdisjoint(parameters(part[0]))]:
             value = finite(func, await call(func, **state | objects | {"state": state}))
-            w = weight(state["step"]) if callable(weight) else weight
+            w = float(weight(state["step"]) if callable(weight) else weight)
             if isinstance(value, list):
                 turns = [a + w * b for a, b in zip(turns or [0.0] * len(value), value, strict=True)]
             else:
@@ -153,7 +153,7 @@ class Rubric:
         for func, weight, objects in parts:
             have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}
             values = await call(func, **states[0] | objects | have)
-            w = weight(states[0]["step"]) if callable(weight) else weight
+            w = float(weight(states[0]["step"]) if callable(weight) else weight)
             for score, value in zip(scores, finite(func, list(values), len(states))):
                 score[0] += w * value
                 score[1][func.__name__] = value
@@ -199,8 +199,8 @@ class SingleTurnEnv:
         state["turn"] += 1
 
     def add_columns(self, state, samples):
-        """HACK HERE, sync or async: columns of numbers, one per token, beside tokens, mask, old_logp and turn of each
-        sample of the rollout, e.g. sample["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
+        """HACK HERE, sync or async: columns (lists or arrays of a number per token) beside tokens, mask, old_logp and
+        turn of each sample, e.g. sample["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
 
 
 class MultiTurnEnv(SingleTurnEnv):

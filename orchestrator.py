@@ -298,12 +298,12 @@ KINDS = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of columns; 
 
 
 def save_batch(path, samples, info):
-    """samples: dicts of columns (lists of numbers, one per token: tokens, mask, old_logp, turn, ...) and metadata.
+    """samples: dicts of columns (lists or arrays of a number per token: tokens, mask, old_logp, ...) and metadata.
 
     A safetensors file: each column flat over all samples, lens of the samples, and in its metadata JSON `samples` (what
     is no column), JSON `info` and `crc32` of all. trainer.load_batch reads it. One rename commits it. Raises RunError 4
     for what must never be trained on: columns of another length, old_logp that is not finite."""
-    names = {k for s in samples for k in s if type(s[k]) is list} - {"versions", "turn_rewards"}
+    names = {k for s in samples for k in s if isinstance(s[k], list | np.ndarray)} - {"versions", "turn_rewards"}
     data = {"lens": np.array([len(s["tokens"]) for s in samples], np.int32)}
     for name in names:
         parts = [s[name] if name in s else [np.nan] * len(s["tokens"]) for s in samples]
@@ -444,7 +444,8 @@ async def evaluate(due, lock, envs, client, run_dir, cfg):
             last = client.version - cfg.orchestrator.max_staleness * cfg.sends_adapters
             line = {"step": version, "version_first": version, "version_last": max(version, last), "env": name}
             line |= eval_metrics(groups) | {"seconds": time.time() - began}
-            require(line["n"], 4, f"evaluation of {name} at version {version}: all is lost, by {groups[0][0].error}")
+            cause = groups[0][0].error or "prompts that are too long"
+            require(line["n"], 4, f"evaluation of {name} at version {version}: all is lost, by {cause}")
             text += json.dumps(line) + "\n"
             shown = [f"{k} {line[k]:.3f}" for k in ("reward/mean", *function_means(sum(groups, [])))]
             print(f"eval {version} | {name}:", *shown, f"n {line['n']} errors {line['errors']}", flush=True)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import numpy as np
 import pytest
 from conftest import ROOT, all_batches
 from scripted import play
@@ -64,7 +65,7 @@ def test_multi_turn():
     assert state["turn"] == 5
 
 
-@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", [1.0, float("inf")], 1e30])
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", [1.0, float("inf")], [], 1e30])
 def test_what_is_no_number_is_no_reward(value):
     with pytest.raises(ValueError, match="no finite number"):
         play(SingleTurnEnv(ROWS, rubric=Rubric([lambda: value])), ROWS[0], "x")
@@ -92,6 +93,10 @@ def test_weights_by_step_and_groups_of_rubrics():
     state, reward, metrics = play(env, ROWS[0], "4")
     assert reward == 1.25 and metrics == {"right": 1.0, "short": 1.0, "style": 0.5}
     assert asyncio.run(rubric.score(state | {"step": 3}))[0] == 4.25
+    rubric = Rubric([right, lambda completions: [1.0] * len(completions)], np.array([0.5, 0.25], "f4"))
+    state, reward, _ = play(SingleTurnEnv(ROWS, rubric=rubric), ROWS[0], "4")  # rewards are written as JSON
+    (added, _) = asyncio.run(rubric.score_group([state]))[0]
+    assert (reward, added) == (0.5, 0.25) and type(reward) is type(added) is float
     with pytest.raises(ValueError, match="another function, or a number of the run, is called 'right'"):
         RubricGroup([rubric, Rubric([right])])
 

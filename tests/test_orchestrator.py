@@ -11,6 +11,7 @@ import time
 from collections import Counter
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from aiohttp import web
@@ -76,11 +77,13 @@ def test_environments_are_dealt_out_by_ratio():
                 assert abs(names[:num].count(name) - num * ratio / sum(ratios.values())) < 1
 
 
-def test_batch_files_carry_columns_by_name(tmp_path):
-    """Any list as long as the tokens is a column; a sample without it has nan there; another length is refused."""
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_batch_files_carry_columns_by_name(kind, tmp_path):
+    """A list or array as long as the tokens is a column; who has none has nan there; another length is refused."""
     path = tmp_path / "step_000000.safetensors"
     plain = {"tokens": [5, 6, 7], "mask": [0, 1, 1], "old_logp": [0.0, -1.0, -2.0], "turn": [0, 0, 0], "reward": 1.0}
-    save_batch(path, [plain | {"teacher_logp": [0.5, 1.5, 2.5], "versions": [0, 0, 1]}, plain], {"step": 0})
+    column = kind([0.5, 1.5, 2.5])
+    save_batch(path, [plain | {"teacher_logp": column, "versions": [0, 0, 1]}, plain], {"step": 0})
     batch = load_batch(path)
     found = batch.columns["teacher_logp"].tolist()
     assert found[:3] == [0.5, 1.5, 2.5] and all(map(math.isnan, found[3:]))
@@ -489,6 +492,12 @@ def test_an_evaluation_in_which_all_is_lost_ends_the_run(run):
         RunError, match="evaluation of think_env at version 0: all is lost, by ValueError.*in raises"
     ) as e:
         run(2, '{ kind = "raises" }', "eval.every=1")
+    assert e.value.code == 4
+
+
+def test_an_evaluation_of_prompts_that_are_all_too_long_says_so(run):
+    with pytest.raises(RunError, match="all is lost, by prompts that are too long") as e:
+        run(2, '{ kind = "noise" }', "eval.every=1", "orchestrator.max_prompt_len=1")
     assert e.value.code == 4
 
 
