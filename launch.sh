@@ -110,8 +110,7 @@ finish() { # code, last line
     kill -TERM $(family "${PID[@]}")
     for _ in {1..50}; do [ -n "$(family "${PID[@]}")" ] && sleep 0.1 || break; done
     for _ in 1 2 3; do kill -KILL $(family "${PID[@]}"); sleep 0.1; done
-    kill "${CONSOLE:-}"; wait; clear_up
-    if [ "$code" = 0 ]; then echo "$last"; else echo "$last" >&3; fi; exit "$code"
+    kill "${CONSOLE:-}"; wait; clear_up; [ "$code" = 0 ] || exec >&3; echo "$last"; exit "$code"
 }
 hear() { ! read -t 0 -u 8 || read -r -u 8 said; } # no other timeout: when it is over, bash would leave a trap half done
 dead() { # role, status [, cause]: ends the run for what the first role to fail said, else for how this one ended
@@ -175,6 +174,7 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
         [[ $(cat "/proc/$pid/comm" 2>/dev/null) != VLLM::Engine* ]] || PID[${name%%/*}/$pid]=$pid
     done; done
 done
+[ "${version:--1}" -ge "$STEPS" ] || finish 3 "[launch] stopped at version ${version:-?} of $STEPS (exit=3 log=$LOGS)"
 echo "$STEPS" >"$run_dir/done.tmp" && mv "$run_dir/done.tmp" "$run_dir/done"
 [ -z "${PID[watch]:-}" ] || timeout 60 tail --pid="${PID[watch]}" -f /dev/null; sleep 0.5 # for the last picture, lines
 finish 0 "[launch] $outcome in $((SECONDS - begun)) s: $run_dir"

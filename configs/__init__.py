@@ -1,6 +1,6 @@
 """The configuration, and how a program of ours begins, shows progress and ends. defaults.toml documents every key.
 
-python configs/__init__.py config.toml [table.key=value ...]     # what launch.sh asks: shell assignments
+PYTHONPATH=. python configs/__init__.py config.toml [table.key=value ...]    # what launch.sh asks: shell assignments
 """
 
 import argparse
@@ -45,7 +45,8 @@ def require(is_so, code, cause):
 
 def arguments(doc, argv):
     """config.toml [table.key=value ...] [--replay DIR | --check] -> cfg, DIR or None."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    parser = argparse.ArgumentParser(description=doc, **how)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="trainer.py: train on saved batches, no server")
@@ -124,11 +125,16 @@ def resolve(given, path, is_check):
     name = (flat["run_name"] or path.stem) + "-check" * is_check
     flat |= {"inference.args": args, "run_name": name, "env.name": flat["env.name"] or flat["env.id"]}
     # 2. Combinations, each named with both values.
+    require(name[0] not in "./", 2, f"run_name = {name!r}: must be a directory's name, under output_dir")
+    redacted("inference.args", args)  # refuses what is no JSON
     owned = sorted(set(args) & set(LIMITS["owned"].split()))
     require(not owned, 2, f"inference.args.{owned}: set by launch.sh, from inference.gpus, max_seq_len, dtype, seed")
-    urls = [] if flat["inference.allow_remote"] else [*flat["inference.urls"], flat["trainer.sync_host"]]
-    far = {urlsplit(url if "//" in url else f"//{url}").hostname for url in urls} - {"127.0.0.1", "localhost"}
-    require(not far, 2, f"inference.urls or trainer.sync_host: {far} needs inference.allow_remote = true")
+    urls = flat["inference.urls"]
+    is_http = all(url.startswith(("http://", "https://")) for url in urls)
+    require(is_http, 2, f"inference.urls = {urls}: each must begin with http:// or https://")
+    far = {flat["trainer.sync_host"], *(urlsplit(url).hostname for url in urls)} - {"127.0.0.1", "localhost"}
+    is_allowed = flat["inference.allow_remote"] or not far
+    require(is_allowed, 2, f"inference.urls or trainer.sync_host: {far} needs inference.allow_remote = true")
     values = {(split := "inference.args.tensor_parallel_size"): args.get("tensor_parallel_size", 1)} | flat
     is_split = type(values[split]) is int and values[split] > 0
     require(is_split, 2, f"{split} = {values[split]!r}: must be an int above 0")
@@ -299,15 +305,18 @@ def for_launch(argv):
         with suppress(OSError, ValueError, KeyError):  # a damaged one is the orchestrator's to tell of
             refuse_other(json.loads(found.read_text())["run"], cfg, found.parent)
     args, words = dict(cfg.inference.args), {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters}
-    if cfg.trainer.head_dtype:  # beside the user's own, which may be JSON
+    if cfg.trainer.head_dtype:  # beside the user's own
         own = args.get("hf_overrides", {})
-        args["hf_overrides"] = (json.loads(own) if isinstance(own, str) else own) | {"head_dtype": "float32"}
+        require(type(own) is dict, 2, f"inference.args.hf_overrides = {own!r}: must be a table")
+        args["hf_overrides"] = own | {"head_dtype": "float32"}
     words["inference_flags"] = ["--enable-sleep-mode"] * cfg.inference.sleep
     for key, value in args.items():  # true is --flag, false --no-flag
         flag = f"--{'no-' if value is False else ''}{key.replace('_', '-')}"
         values = {bool: [], list: value, dict: [json.dumps(value)]}.get(type(value), [value])
         words["inference_flags"] += [flag, *values]
-    words |= {(key if "." in key else f"run.{key}").replace(".", "_"): value for key, value in cfg.flat.items()}
+    for key, value in cfg.flat.items():  # bash does not know 1e-05
+        name = (key if "." in key else f"run.{key}").replace(".", "_")
+        words[name] = f"{value:f}" if type(value) is float else value
     for name, value in words.items():
         print(f"{name}=({shlex.join(map(str, value if isinstance(value, list) else [value]))})")
 

@@ -301,6 +301,14 @@ MUTANTS = {  # override -> what the error must name
     "seed=4294967296": "'seed'.*at most 4294967295",
     "inference.args.tensor_parallel_size=0": "tensor_parallel_size = 0.*int above 0",
     'inference.args.tensor_parallel_size="2"': "tensor_parallel_size = '2'.*int above 0",
+    'inference.urls=["localhost:8000"]': "inference.urls.*localhost:8000.*http://",
+    "inference.args.foo=1979-05-27": "'foo' = 1979-05-27",
+    "inference.port=70000": "'inference.port'.*at most 65535",
+    "watchdog=1e17": "'watchdog'.*at most 1000000000",
+    "inference.startup_timeout=1e16": "'inference.startup_timeout'.*at most 1000000000",
+    "max_steps=1000000": "'max_steps'.*at most 999999",
+    "run_name=..": "run_name = '..'.*directory",
+    "run_name=/tmp/elsewhere": "run_name = '/tmp/elsewhere'.*directory",
 }
 
 
@@ -458,7 +466,7 @@ def test_what_launch_gets(tmp_path):
     assert words["run_max_steps"] == "(500)" and words["sends_adapters"] == "(True)"
     assert "--enable-auto-tool-choice --tool-call-parser hermes --no-enforce-eager" in words["inference_flags"]
     more = ["trainer.head_dtype=fp32", "inference.args.cudagraph_capture_sizes=[1, 2]"]
-    for own in ({}, "{a = 1}", "'{\"a\": 1}'"):
+    for own in ({}, "{a = 1}"):
         args = [f"inference.args.hf_overrides={own}"] if own else []
         flags = shlex.split(for_launch(tmp_path / "some.toml", *more, *args)["inference_flags"].strip("()"))
         assert flags.count("--hf-overrides") == 1 and flags[flags.index("--cudagraph-capture-sizes") + 1 :][:2] == [
@@ -467,3 +475,15 @@ def test_what_launch_gets(tmp_path):
         ]
         found = json.loads(flags[flags.index("--hf-overrides") + 1])
         assert found == ({"a": 1} if own else {}) | {"head_dtype": "float32"}
+    assert for_launch(tmp_path / "some.toml", "inference.startup_timeout=0.00001")["inference_startup_timeout"] == (
+        "(0.000010)"  # bash's arithmetic does not know 1e-05
+    )
+
+
+@pytest.mark.parametrize("wrong", ["--chec", "inference.args.hf_overrides=xx"])
+def test_what_launch_asks_is_refused(wrong, tmp_path):
+    (tmp_path / "some.toml").write_text(VF_RL)
+    command = [sys.executable, str(ROOT / "configs" / "__init__.py"), str(tmp_path / "some.toml"), wrong]
+    more = ["trainer.head_dtype=fp32", f"output_dir={tmp_path}/out"]
+    done = subprocess.run(command + more, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 2 and wrong.split("=")[0] in done.stderr.splitlines()[-1] and not done.stdout
