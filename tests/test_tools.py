@@ -3,6 +3,7 @@ tools/show.py and tmux.sh."""
 
 import asyncio
 import json
+import math
 import os
 import re
 import subprocess
@@ -152,6 +153,18 @@ def test_a_server_that_always_fails_ends_with_4(tmp_path, models):
     assert e.value.code == 4
 
 
+def test_an_address_without_a_server_or_a_count_that_is_none_ends_with_2(tmp_path, models, capsys):
+    toml, url = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }'), f"http://127.0.0.1:{free_port()}/v1"
+    with pytest.raises(RunError, match=f"{url} does not list a model") as e:
+        evaluate.main([str(toml), "--eval", "--base-url", url])
+    assert e.value.code == 2
+    for count in ("x", "0", "-3"):
+        with pytest.raises(SystemExit) as e:
+            evaluate.main([str(toml), "--generate", count, "out.jsonl"])
+        assert e.value.code == 2
+        assert f"must be a number above 0, not '{count}'" in capsys.readouterr().err
+
+
 def test_the_readmes_commands(tmp_path, models):
     """Those of tools/README.md, as they stand there but for the placeholders, by a shell."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
@@ -207,6 +220,12 @@ def test_bad_lines_of_offline_files_are_named(tmp_path, models, capsys):
     ask = [{"role": "user", "content": "b"}]
     for text, problem in {
         '{"prompt": "a"}': "line 1 has no completion",
+        '{"question": "a", "completion": "b"}': "line 1 has no prompt",
+        json.dumps({"prompt": ask, "completion": "a", "reward": 1}): "line 1: its completion must be messages.*'a'",
+        json.dumps({"prompt": "a", "completion": say, "reward": 1}): "line 1: its completion must be text",
+        json.dumps({"prompt": ask, "completion": [{"content": "a"}], "reward": 1}): "line 1: .* be messages",
+        json.dumps({"prompt": ask, "completion": say, "reward": "x"}): "line 1: reward = 'x' must be a finite number",
+        json.dumps({"prompt": ask, "completion": say, "reward": math.nan}): "line 1: reward = nan must be",
         "{": "line 1 of .*: Expecting",
         json.dumps({"prompt": ask, "completion": say}): "nothing to learn from.*'unscored': 1",
         json.dumps({"prompt": ask, "completion": say, "reward": 1}): "nothing to learn from.*'flat': 1",

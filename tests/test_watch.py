@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -178,6 +179,31 @@ def test_how_to_serve_an_adapter(tmp_path, capsys):
     assert said(capsys, "result: vllm") == [f"result: vllm serve m --generation-config vllm {flags}"]
 
 
+def test_commands_that_are_told_can_be_pasted(tmp_path, capsys):
+    """Of a directory with a space; and of evaluations of a single row, which have no interval and no gain."""
+    run = write_steps(tmp_path / "my run", range(11))
+    (run / "final").mkdir()
+    watch.main([str(run), "--once"])
+    first, *commands = [row.removeprefix("result: ") for row in said(capsys, "result: ")]
+    assert first == "task: reward 1.000 in 10 steps"
+    assert shlex.split(commands[0])[:3] == ["vllm", "serve", str(run / "final")]
+    assert shlex.split(commands[1])[:3] == ["python", "tools/evaluate.py", f"{run}/config.toml"]
+    assert shlex.split(commands[1])[-1] == str(run / "final")
+
+
+def test_half_a_line_of_its_own_is_cut_off_and_a_damaged_one_is_named(tmp_path):
+    run = write_steps(tmp_path, range(3))
+    watch.main([str(run), "--once"])
+    whole = (run / "watch.jsonl").read_bytes()
+    (run / "watch.jsonl").write_bytes(whole[:-9])
+    watch.main([str(run), "--once"])
+    assert (run / "watch.jsonl").read_bytes() == whole
+    with open(run / "metrics.jsonl", "a") as f:
+        f.write('{"step": 3, "vers\n')
+    with pytest.raises(ValueError, match="metrics.jsonl: what begins at byte [0-9]+ is damaged"):
+        watch.main([str(run), "--once"])
+
+
 def test_half_lines_wait_and_a_new_file_is_read_from_its_beginning(tmp_path):
     path = tmp_path / "some.jsonl"
     following = show.Lines(path)
@@ -342,7 +368,7 @@ def test_an_interval_at_the_end_of_the_scale_is_not_negative():
 
 def test_each_curve_has_its_own_interval():
     line = {"reward/mean": 0.5, "rows": [0.0, 1.0, None, 0.5, 0.5], "exact": 0.5, "n": 10}
-    half = pytest.approx(1.96 * math.sqrt(0.125 / 4))
+    half = pytest.approx(1.96 * math.sqrt(0.5 / 3 / 4))
     assert plot.interval(line, "reward/mean") == (0.5, half, half)
     value, low, high = plot.interval(line, "exact")
     assert (round(value - low, 4), round(value + high, 4)) == (0.2366, 0.7634)  # the textbook's 5 of 10
@@ -352,7 +378,9 @@ def test_the_gain_is_paired_and_over_the_rows_that_both_have():
     found = eval_statistics([1.0, 0.5, 0.5, 1.0], [0.0, 0.0, 0.5, None])
     assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(1.96 * 0.5 / math.sqrt(3))
     assert eval_statistics([1.0], [0.0])["gain"] is None and eval_statistics([0.5, 0.5], [0.5, 0.5])["gain_ci95"] == 0
-    assert eval_statistics([0.5, 0.7]) == {"ci95": pytest.approx(1.96 * 0.1 / math.sqrt(2))}
+    assert eval_statistics([0.5, 0.7]) == {"ci95": pytest.approx(1.96 * 0.1)}  # deviation 0.1 * sqrt(2), of 2 rows
+    assert eval_statistics([0.5, None]) == {"ci95": None}  # of one row nothing is known
+    assert show.with_interval(0.5, None) == "0.500" and show.with_interval(0.5, 0.1) == "0.500 +- 0.100"
 
 
 # --- trackers ---------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import os
+import shlex
 import sys
 import time
 from collections import Counter
@@ -20,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
-from configs import RunError
+from configs import RunError, require
 from env import load_environment, load_rows
 from orchestrator import eval_metrics, function_means, run_group, save_batch
 from tools.plot import wilson
-from tools.show import eval_statistics
+from tools.show import eval_statistics, with_interval
 
 
 def arguments(argv):
@@ -42,13 +43,16 @@ def arguments(argv):
     parser.add_argument("--out", type=Path, help="with --eval: the rollouts as JSON Lines")
     parser.add_argument("--min-reward", type=float, default=-math.inf, help="--offline leaves lines below it out")
     args = parser.parse_intermixed_args(argv)
+    if args.generate and not (args.generate[0].isdecimal() and int(args.generate[0])):
+        parser.error(f"--generate N OUT: N must be a number above 0, not {args.generate[0]!r}")
     return args, configs.load_config(args.config, args.overrides)
 
 
 # --- rollouts against any server --------------------------------------------------------------------------------------
 
 
-def connect(args, cfg):
+async def connect(args, cfg):
+    """-> client, the model's name."""
     import openai
 
     urls = cfg.inference.urls or [f"http://127.0.0.1:{cfg.inference.port}"] * (cfg.inference.port > 0)
@@ -56,7 +60,11 @@ def connect(args, cfg):
     if not url:
         raise RunError(2, "where is the server? Give --base-url, OPENAI_BASE_URL, inference.urls or inference.port")
     key, timeout = os.environ.get("OPENAI_API_KEY", "none"), cfg.orchestrator.generation_timeout
-    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=5, timeout=timeout)
+    client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=5, timeout=timeout)
+    try:
+        return client, args.model or (await client.models.list()).data[0].id
+    except (openai.OpenAIError, IndexError) as e:
+        raise RunError(2, f"{url} does not list a model ({type(e).__name__}: {e}): give another --base-url") from None
 
 
 def bind(client, model, sampling):
@@ -121,8 +129,7 @@ def as_line(name, i, j, rollout):
 
 async def run(args, cfg):
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
-    client, num = connect(args, cfg), int(args.generate[0]) if args.generate else 0
-    model = args.model or (await client.models.list()).data[0].id
+    (client, model), num = await connect(args, cfg), int(args.generate[0]) if args.generate else 0
     k = args.rollouts_per_example or (cfg.orchestrator if num else cfg.eval).rollouts_per_example
     ask = bind(client, model, sampling_of(cfg, num > 0))
     out = open(args.generate[1] if num else args.out or os.devnull, "w")
@@ -167,8 +174,8 @@ def report(name, groups, k, seconds):
     if not scored:
         raise RunError(4, f"{name}: every rollout failed: {dict(errors)}")
     m, num = eval_metrics(groups), sum(map(len, scored))
-    half = eval_statistics(m["rows"])["ci95"]
-    print(f"  avg@{k} {m['reward/mean']:.3f} +- {half:.3f} (95 %, over {len(scored)} examples)")
+    value = with_interval(m["reward/mean"], eval_statistics(m["rows"])["ci95"])
+    print(f"  avg@{k} {value} (95 %, over {len(scored)} examples)")
     for size in sorted({1, k} | {2**i for i in range(k.bit_length()) if 2**i < k}):
         p, n = pass_at(size, scored)
         if n:
@@ -211,6 +218,19 @@ def to_samples(line, tokenizer, cfg):
     }]  # fmt: skip
 
 
+def check_line(line, where):
+    """RunError 4 names what is wrong with it."""
+    prompt, completion, reward = (line.get(key) for key in ("prompt", "completion", "reward"))
+    require(prompt, 4, f"{where} has no prompt: {str(line)[:200]}")
+    require(completion, 4, f"{where} has no completion: {str(line)[:200]}")
+    kind, what = (str, "text, as its prompt is") if isinstance(prompt, str) else (dict, "messages, as its prompt has")
+    parts = [completion] if isinstance(completion, str) else completion
+    is_kind = isinstance(parts, list) and all(isinstance(x, kind) and (kind is str or "role" in x) for x in parts)
+    require(is_kind, 4, f"{where}: its completion must be {what}, not {str(completion)[:200]!r}")
+    is_number = reward is None or (isinstance(reward, int | float) and math.isfinite(reward))
+    require(is_number, 4, f"{where}: reward = {reward!r} must be a finite number")
+
+
 def read_groups(path, min_reward, cfg):
     """-> [[line, ...], ...]: the lines of an example, with samples; without those that nothing can be learned from,
     which are counted by why."""
@@ -224,8 +244,7 @@ def read_groups(path, min_reward, cfg):
         if line.get("error"):  # of the rollout
             dropped["failed"] += 1
             continue
-        if not line.get("completion"):
-            raise RunError(4, f"{path}: line {i + 1} has no completion: {str(line)[:200]}")
+        check_line(line, f"{path}: line {i + 1}")
         samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
         if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
             samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]
@@ -278,7 +297,7 @@ def main(argv):
     args, cfg = arguments(argv)
     if args.offline:
         place = write_offline(args.offline, args.min_reward, cfg)
-        print(f"next: torchrun trainer.py {args.config} --replay {place} {' '.join(args.overrides)}")
+        print(f"next: torchrun {shlex.join(['trainer.py', args.config, '--replay', str(place), *args.overrides])}")
     else:
         asyncio.new_event_loop().run_until_complete(run(args, cfg))  # not closed: user code may hang in threads
 

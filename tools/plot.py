@@ -44,7 +44,7 @@ def interval(line, name):
     several rollouts of a row, which are less than independent."""
     value = line[name]
     if name == "reward/mean":
-        half = eval_statistics(line["rows"])["ci95"]
+        half = eval_statistics(line["rows"])["ci95"] or 0.0  # of a single row nothing is known
         return value, half, half
     low, high = wilson(value, line["n"])
     return value, max(0.0, value - low), max(0.0, high - value)  # rounding leaves -1e-16 at 0 and at 1
@@ -70,7 +70,12 @@ def draw_time(axis, metrics):
         look = {"color": shade, "hatch": hatch, "edgecolor": "black", "linewidth": 0.3}
         axis.fill_between(versions, below, above, label=key, **look)
         below = above
-    axis.legend()
+    legend(axis)
+
+
+def legend(axis):
+    if axis.get_legend_handles_labels()[1]:  # else matplotlib warns
+        axis.legend(framealpha=0.5)
 
 
 def plot(runs, out, only_evaluation=False):
@@ -85,7 +90,7 @@ def plot(runs, out, only_evaluation=False):
             draw_evaluation(axis, run, read(run)[1], style)
         axis.set(xlabel="version (optimizer steps)", ylabel="evaluation, 95 % intervals")
         axis.grid(alpha=0.3)
-        axis.legend()
+        legend(axis)
         return save(fig, out)
     fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
     panels = {
@@ -122,10 +127,8 @@ def plot(runs, out, only_evaluation=False):
     for axis in axes.flat:
         axis.set_xlabel("version")
         axis.grid(alpha=0.3)
-    if axes[0, 0].has_data():
-        axes[0, 0].legend(framealpha=0.5)
-    axes[0, 2].legend(framealpha=0.5)
-    axes[1, 0].legend(framealpha=0.5)
+    for axis in (axes[0, 0], axes[0, 2], axes[1, 0]):
+        legend(axis)
     save(fig, out)
 
 
@@ -133,6 +136,7 @@ def save(fig, out):
     """A reader sees a whole picture."""
     import matplotlib.pyplot as plt
 
+    out.parent.mkdir(parents=True, exist_ok=True)
     fig.savefig(tmp := out.with_suffix(f".{os.getpid()}.tmp"), dpi=90, format="png")
     os.replace(tmp, out)
     plt.close(fig)

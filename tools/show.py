@@ -13,13 +13,15 @@ import json
 import math
 import os
 import pydoc
+import signal
 import sys
 import tomllib
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 GREEN = (194, 120, 40)  # backgrounds among the 256 colors, pale to strong
 RED = (224, 210, 196)
@@ -28,17 +30,22 @@ RED = (224, 210, 196)
 
 
 def eval_statistics(rows, first=None):
-    """rows: mean reward of each row, None of a lost one, as in eval.jsonl. ci95: half width, over rows. gain: over
-    `first`, those of an earlier version; paired, as rows differ from each other far more than versions do."""
+    """rows: mean reward of each row, None of a lost one, as in eval.jsonl. ci95: half width, over rows; None of a
+    single one. gain: over `first`, those of an earlier version; paired, as rows differ from each other far more than
+    versions do."""
 
-    def half(values, ddof):
-        return float(1.96 * np.std(values, ddof=ddof) / math.sqrt(len(values))) if len(values) > ddof else None
+    def half(values):
+        return float(1.96 * np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
-    found = {"ci95": half([x for x in rows if x is not None], 0)}
+    found = {"ci95": half([x for x in rows if x is not None])}
     if first:
         diffs = [b - a for a, b in zip(first, rows) if None not in (a, b)]
-        found |= {"gain": float(np.mean(diffs)) if len(diffs) > 1 else None, "gain_ci95": half(diffs, 1)}
+        found |= {"gain": float(np.mean(diffs)) if len(diffs) > 1 else None, "gain_ci95": half(diffs)}
     return found
+
+
+def with_interval(value, half):
+    return f"{value:.3f}" + (f" +- {half:.3f}" if half is not None else "")
 
 
 def run_with(*files):
@@ -71,8 +78,12 @@ class Lines:
             for line in f:
                 if not line.endswith(b"\n"):
                     return
+                try:
+                    found = json.loads(line)
+                except ValueError as e:
+                    raise ValueError(f"{self.path}: what begins at byte {self.at} is damaged: {e}") from None
                 self.at += len(line)
-                yield json.loads(line)
+                yield found
 
 
 def as_messages(text):
@@ -198,8 +209,9 @@ def main(argv):
     if args.color:
         import transformers
 
-        config = tomllib.loads((args.run / "config.toml").read_text())
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config["model"])
+        model = tomllib.loads((args.run / "config.toml").read_text())["model"]
+        local = ROOT / model  # a relative path is launch.sh's, which runs there
+        tokenizer = transformers.AutoTokenizer.from_pretrained(local if local.is_dir() else model)
 
     def height(line):
         return -math.inf if line[args.sort] is None else line[args.sort]
@@ -215,4 +227,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of head, which has seen enough
     main(sys.argv[1:])

@@ -23,4 +23,4 @@ for role in trainer orchestrator inference; do
 done
 tmux -L "$place" select-pane -t run:0.0
 [ -t 1 ] && exec tmux -L "$place" attach
-echo "tmux -L $place attach"
+printf 'tmux -L %q attach\n' "$place"

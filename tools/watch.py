@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import signal
 import statistics
 import sys
@@ -29,7 +30,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, as_messages, eval_statistics, printable, run_with, said
+from tools.show import Lines, as_messages, eval_statistics, printable, run_with, said, with_interval
 
 WINDOW = 10  # steps that warnings look at
 LIMIT = 0.15  # of the time: what takes more than this and is no training has a remedy
@@ -275,7 +276,10 @@ class Watch:
         file = run / "config.toml"  # a replay may have none
         self.run, self.config = run, tomllib.loads(file.read_text()) if file.exists() else {}
         self.metrics, self.evals, self.batches = Lines(run / "metrics.jsonl"), Lines(run / "eval.jsonl"), Batches(run)
-        self.added = {line["step"]: line for line in Lines(run / "watch.jsonl").new()}
+        own = Lines(run / "watch.jsonl")
+        self.added = {line["step"]: line for line in own.new()}
+        if own.path.exists() and own.path.stat().st_size > own.at:  # half a line of one that was killed
+            os.truncate(own.path, own.at)
         before = [line["step"] for line in Lines(run / "metrics.jsonl").new()] if is_live else []
         self.first = max(before, default=-1) + 1
         self.first_rows = {}  # of each environment's first evaluation
@@ -341,12 +345,14 @@ class Watch:
         first = self.first_rows.setdefault(line["env"], line["rows"])
         found = eval_statistics(line["rows"], first)
         self.track("add_evaluation", line | found)
-        if found["gain"] is None or line["step"] == 0:
+        if line["step"] == 0:
             return
-        gain = f"gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
-        self.gains[line["env"]] = f"{line['env']}: reward {line['reward/mean']:.3f}, {gain} in {line['step']} steps"
-        if line["step"] > self.first:
-            say(f"eval {line['step']} | {line['env']}: reward {line['reward/mean']:.3f} +- {found['ci95']:.3f}, {gain}")
+        reward, gain = with_interval(line["reward/mean"], found["ci95"]), ""
+        if found["gain"] is not None:  # of two rows or more
+            gain = f", gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
+        self.gains[line["env"]] = f"{line['env']}: reward {line['reward/mean']:.3f}{gain} in {line['step']} steps"
+        if line["step"] > self.first and gain:
+            say(f"eval {line['step']} | {line['env']}: reward {reward}{gain}")
 
     def show_bar(self, line):
         num = self.config.get("max_steps")
@@ -380,7 +386,7 @@ class Watch:
             getattr(self.tracker, method)(*args)
         except Exception as e:
             traceback.print_exc()
-            later = f"python tools/watch.py {self.run} --once --tracker {self.tracker_name}"
+            later = f"python tools/watch.py {shlex.quote(str(self.run))} --once --tracker {self.tracker_name}"
             say(f"warning: the tracker failed ({type(e).__name__}: {e}), see the log; later: {later}")
             self.tracker_name = ""
 
@@ -402,16 +408,17 @@ class Watch:
         if not (self.run / "done").exists() or not final.exists():
             return
         learned = "; ".join(self.gains.values()) or "no evaluation (eval.every)"
-        how = "--generation-config vllm"  # else it samples as the model's generation_config.json says
-        served, name, url = f"{final} {how}", final, "http://127.0.0.1:8000/v1"
+        serve = [str(final), "--generation-config", "vllm"]  # else it samples as generation_config.json says
+        name, url = str(final), "http://127.0.0.1:8000/v1"
         if (about := final / "adapter_config.json").exists():
             rank = json.loads(about.read_text())["r"]
             rank = min(r for r in (1, 8, 16, 32, 64, 128, 256, 320, 512) if r >= rank)  # those that vLLM takes
-            name, lora = "final", f"--enable-lora --max-lora-rank {rank} --lora-modules final={final}"
-            served = f"{self.config['model']} {how} {lora}"
+            name, serve[0] = "final", self.config["model"]
+            serve += ["--enable-lora", "--max-lora-rank", str(rank), "--lora-modules", f"final={final}"]
+        evaluate = ["tools/evaluate.py", f"{self.run}/config.toml", "--eval", "--base-url", url, "--model", name]
         say(f"result: {learned}")
-        say(f"result: vllm serve {served}")
-        say(f"result: python tools/evaluate.py {self.run}/config.toml --eval --base-url {url} --model {name}")
+        say(f"result: vllm serve {shlex.join(serve)}")
+        say(f"result: python {shlex.join(evaluate)}")
 
 
 def main(argv):
