@@ -507,7 +507,8 @@ async def run(cfg):
         async with slots:
             ask = functools.partial(sample, client, index)
             rollouts = await run_group(envs[name], envs[name].dataset[row], o.rollouts_per_example, ask, n, cfg)
-        orders[name].count(group := Group(name, index, row, rollouts, keep(rollouts, cfg)))
+        judge = keep if any(r.trainable and r.reward is not None for r in rollouts) else why_drop
+        orders[name].count(group := Group(name, index, row, rollouts, judge(rollouts, cfg)))
         return group
 
     async def produce(n, shares, previous, evaluation):
@@ -534,7 +535,7 @@ async def run(cfg):
 
 def main(argv):
     """argv: config.toml [table.key=value ...]. The loop is never closed: that would wait for user code in threads."""
-    asyncio.new_event_loop().run_until_complete(run(configs.arguments(__doc__, argv)[0]))
+    asyncio.new_event_loop().run_until_complete(run(configs.arguments(__doc__, argv)))
 
 
 if __name__ == "__main__":

@@ -755,8 +755,9 @@ def log_step(run_dir, step, metrics, logp_T):
     """Every number into metrics.jsonl, what people watch on the console, and logp beside the batch for tools."""
     save_file({"logp": logp_T.cpu()}, tmp := run_dir / "batches" / f"logp_{step:06d}.tmp")
     os.replace(tmp, tmp.with_suffix(".safetensors"))
+    line = {k: None if x is not None and not math.isfinite(x) else x for k, x in metrics.items()}  # JSON has no nan
     with open(run_dir / "metrics.jsonl", "a") as f:
-        f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
+        f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | line) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
     shown["seconds"] = "time/step_s"
     text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
@@ -785,8 +786,9 @@ def start_distributed(cfg):
 
 def main(argv):
     """A run of one rank, from the last checkpoint to max_steps. RunError ends it; argv: see --help."""
-    cfg, replay = configs.arguments(__doc__, argv)
-    files, t, last = sorted(replay.glob("step_*.safetensors")) if replay else [], cfg.trainer, cfg.run.max_steps
+    cfg = configs.arguments(__doc__, argv)
+    replay, t, last = cfg.replay, cfg.trainer, cfg.run.max_steps
+    files = sorted(replay.glob("step_*.safetensors")) if replay else []
     require(files or not replay, 2, f"--replay {replay}: no step_*.safetensors there")
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
     for name in (t.loss, t.importance, t.optimizer, t.advantage):  # misspelled ones are told before the first step

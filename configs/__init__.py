@@ -44,7 +44,7 @@ def require(is_so, code, cause):
 
 
 def arguments(doc, argv):
-    """config.toml [table.key=value ...] [--replay DIR | --check] -> cfg, DIR or None."""
+    """config.toml [table.key=value ...] [--replay DIR | --check] -> cfg; cfg.replay is DIR or None."""
     how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
     parser = argparse.ArgumentParser(description=doc, **how)
     parser.add_argument("config")
@@ -52,7 +52,9 @@ def arguments(doc, argv):
     parser.add_argument("--replay", type=Path, metavar="DIR", help="trainer.py: train on saved batches, no server")
     parser.add_argument("--check", action="store_true", help="look for what would spoil the run; train nothing")
     args = parser.parse_intermixed_args(argv)
-    return load_config(args.config, args.overrides, args.check), args.replay
+    cfg = load_config(args.config, args.overrides, args.check)
+    cfg.replay = args.replay
+    return cfg
 
 
 def load_config(path, overrides=(), is_check=False):
@@ -149,7 +151,7 @@ def resolve(given, path, is_check):
         require(is_used, 2, f"{key} = {flat[key]}: trainer.loss = {loss!r} does not use it, only {losses}")
     # 3. The tables.
     flat |= {"max_steps": 0, "tracker": "", "eval.every": 0} if is_check else {}
-    cfg = argparse.Namespace(path=path, flat=flat)
+    cfg = argparse.Namespace(path=path, flat=flat, replay=None)
     for table in ("run", "env", "orchestrator", "sampling", "inference", "trainer", "eval", "checkpoint"):
         values = {k.rpartition(".")[2]: v for k, v in flat.items() if f"run.{k}".split(".")[-2] == table}
         setattr(cfg, table, namedtuple(table, values)(**values))
@@ -207,7 +209,9 @@ def identity(cfg):
     t = cfg.trainer
     lora = [t.lora_rank, t.lora_alpha, t.lora_target_modules] if t.use_lora else None
     env = [[e.name, e.id, redacted("args", e.args), e.ratio] for e in cfg.env]
-    return {"run": cfg.run.run_name, "model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": env}
+    replay = cfg.replay and str(cfg.replay.resolve())  # of other batches it would go on where those ended
+    found = {"run": cfg.run.run_name, "model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": env}
+    return found | {"replay": replay}
 
 
 def refuse_other(found, cfg, what):
@@ -299,8 +303,8 @@ if launcher := os.environ.get("ROLEMODEL_LAUNCHER"):
 
 def for_launch(argv):
     """Prints run_dir, sends_adapters, and every key as an array <table>_<key>; vLLM's args as its flags."""
-    cfg, replay = arguments(__doc__, argv)
-    require(not replay, 2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
+    cfg = arguments(__doc__, argv)
+    require(not cfg.replay, 2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
     for found in sorted(run_directory(cfg).glob("checkpoints/step_??????/state.json"))[-1:]:
         with suppress(OSError, ValueError, KeyError):  # a damaged one is the orchestrator's to tell of
             refuse_other(json.loads(found.read_text())["run"], cfg, found.parent)

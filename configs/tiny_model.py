@@ -160,7 +160,7 @@ def warm_up(config, work, steps, more):
 
 def main(argv, make=make_model, more=()):
     """argv: config.toml [table.key=value ...]; makes the directory `model`. more: overrides of the warm-up."""
-    cfg, _ = arguments(__doc__, argv)
+    cfg = arguments(__doc__, argv)
     task = load_task(cfg)
     if not hasattr(task, "demonstrations"):
         raise RunError(

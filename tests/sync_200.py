@@ -9,7 +9,7 @@ import torch.distributed as dist
 import trainer
 from configs import arguments, run_directory
 
-cfg, _ = arguments(__doc__, sys.argv[1:])
+cfg = arguments(__doc__, sys.argv[1:])
 run_dir = run_directory(cfg)
 trainer.start_distributed(cfg)
 policy = trainer.build_policy(cfg)

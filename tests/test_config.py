@@ -461,11 +461,12 @@ def for_launch(*args):
 
 def test_what_launch_gets(tmp_path):
     (tmp_path / "some.toml").write_text(VF_RL)
-    words = for_launch(tmp_path / "some.toml", f"output_dir={tmp_path}/a b", "inference.args.enforce_eager=false")
+    place = f"output_dir={tmp_path}/a b"
+    words = for_launch(tmp_path / "some.toml", place, "inference.args.enforce_eager=false")
     assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search')" and words["trainer_gpus"] == "(1)"
     assert words["run_max_steps"] == "(500)" and words["sends_adapters"] == "(True)"
     assert "--enable-auto-tool-choice --tool-call-parser hermes --no-enforce-eager" in words["inference_flags"]
-    more = ["trainer.head_dtype=fp32", "inference.args.cudagraph_capture_sizes=[1, 2]"]
+    more = [place, "trainer.head_dtype=fp32", "inference.args.cudagraph_capture_sizes=[1, 2]"]
     for own in ({}, "{a = 1}"):
         args = [f"inference.args.hf_overrides={own}"] if own else []
         flags = shlex.split(for_launch(tmp_path / "some.toml", *more, *args)["inference_flags"].strip("()"))
@@ -475,9 +476,8 @@ def test_what_launch_gets(tmp_path):
         ]
         found = json.loads(flags[flags.index("--hf-overrides") + 1])
         assert found == ({"a": 1} if own else {}) | {"head_dtype": "float32"}
-    assert for_launch(tmp_path / "some.toml", "inference.startup_timeout=0.00001")["inference_startup_timeout"] == (
-        "(0.000010)"  # bash's arithmetic does not know 1e-05
-    )
+    words = for_launch(tmp_path / "some.toml", place, "inference.startup_timeout=0.00001")
+    assert words["inference_startup_timeout"] == "(0.000010)"  # bash's arithmetic does not know 1e-05
 
 
 @pytest.mark.parametrize("wrong", ["--chec", "inference.args.hf_overrides=xx"])

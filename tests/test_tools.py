@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -205,6 +206,10 @@ def test_generate_then_train_offline(tmp_path, models, capsys):
     run_trainer(toml, "--replay", replay, "max_steps=9")
     again = run_trainer(toml, "--replay", replay, "max_steps=9", "trainer.learning_rate=1e-9", check=False)
     assert again.returncode == 2 and "choose another run_name" in again.stderr  # and not: nothing done, without a word
+    shutil.copytree(replay, tmp_path / "more")
+    shutil.copy(replay / "step_000000.safetensors", tmp_path / "more" / "step_000009.safetensors")
+    other = run_trainer(toml, "--replay", tmp_path / "more", "max_steps=9", check=False)
+    assert other.returncode == 2 and f"replay was '{replay}', now '{tmp_path}/more'" in other.stderr
     metrics = lines(tmp_path / "run-replay-cispo" / "metrics.jsonl")
     assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
     sft = ["run_name=sft", "trainer.loss=sft"]

@@ -652,10 +652,13 @@ def nan_loss(micro, logp_N, entropy_N, cfg):
 def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     make_cfg()
     saved = write_batches(tmp_path / "saved", 3)
-    done = run_trainer(tmp_path / "test.toml", "--replay", saved, "trainer.loss=test_trainer:nan_loss", check=False)
+    own = ["trainer.loss=test_trainer:nan_loss", f"output_dir={tmp_path}"]
+    done = run_trainer(tmp_path / "test.toml", "--replay", saved, *own, check=False)
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 5
     assert last.startswith("[trainer] exit=5 no finite gradient, or a KL above 1, in three steps in a row: loss nan")
+    (metrics,) = tmp_path.glob("**/metrics.jsonl")
+    assert [line["loss"] for line in lines(metrics)] == [None, None] and "NaN" not in metrics.read_text()
 
 
 def test_a_replay_of_nothing_is_refused(make_cfg, tmp_path):

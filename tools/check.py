@@ -197,7 +197,7 @@ def check_task(cfg):
 
 
 def main(argv):
-    cfg, _ = arguments(__doc__, argv)
+    cfg = arguments(__doc__, argv)
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(cfg)
     with passes("the policy, in training and in rectangles, is the model's own forward, a row at a time"):
