@@ -125,9 +125,11 @@ class Policy(nn.Module):
 
 
 def load_model(cfg):
-    """The model without dropout of its own: else old and new log-probabilities are of two networks."""
+    """The model without dropout of its own: else old and new log-probabilities are of two networks. For full training
+    in 16 bits as its files are, which all ranks of a node map into memory once."""
     path, t, config = cfg.run.model, cfg.trainer, transformers.AutoConfig.from_pretrained(cfg.run.model)
-    text, how = config.get_text_config(), {"dtype": DTYPES[t.dtype] if t.use_lora else torch.float32}
+    text, is_whole = config.get_text_config(), t.dtype == "fp32" or t.use_lora
+    how = {"dtype": DTYPES[t.dtype] if is_whole else "auto"}
     text.update({key: 0.0 for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)})
     how |= {"config": config, "attn_implementation": t.attn_implementation or None}
     model = transformers.AutoModelForCausalLM.from_pretrained(path, **how).requires_grad_(False)
@@ -165,6 +167,8 @@ def build_policy(cfg):
         how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
         how |= {"offload_policy": fsdp.CPUOffloadPolicy()} if t.offload_optimizer and kind == "cuda" else {}
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
+            if not t.use_lora:
+                module.float()  # the masters
             mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
             fsdp.fully_shard(module, mp_policy=mixed, **how)
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already

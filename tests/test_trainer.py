@@ -507,6 +507,17 @@ def test_text_of_unknown_origin_has_ratio_one(make_cfg, tmp_path):
     assert (results[0][1] - results[1][1]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_trained_in_16_bits_is_fp32_and_the_files_own(dtype, make_cfg, models, tmp_path):
+    """The files are mapped as they are, for all ranks of a node; a file in fp32 loses nothing."""
+    plain_model(make_cfg()).to(dtype).save_pretrained(tmp_path / "saved")
+    cfg = make_cfg("trainer.dtype=bf16", model=tmp_path / "saved")
+    assert {p.dtype for p in trainer.load_model(cfg).parameters()} == {dtype}
+    policy, file = trainer.build_policy(cfg), load_file(tmp_path / "saved" / "model.safetensors")
+    for name, p in policy.model.named_parameters():
+        assert p.dtype == torch.float32 and trainer.full(p).equal(file[name].float()), name
+
+
 def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
     """FSDP2 casts inputs to the compute dtype; 0.6 would become 0.6016 and bias every ratio."""
     seen = []
