@@ -358,6 +358,23 @@ def test_every_key_is_read_somewhere():
         )
 
 
+def test_several_environments_are_told_apart(tmp_path):
+    mix = 'model = "m"\n[[env]]\nid = "x"\nargs = { n = 1 }\n[[env]]\nid = "x"\nname = "y"\nratio = 3\n'
+    assert [(e.name, e.ratio, e.args) for e in load(tmp_path, mix).env] == [("x", 1.0, {"n": 1}), ("y", 3.0, {})]
+    for text, override, message in (
+        (mix.replace('"y"', '"x"'), "seed=1", "needs a name of its own"),
+        (mix, "env.args.n=2", r"does not say which \[\[env\]\] is meant"),
+    ):
+        with pytest.raises(RunError, match=message) as e:
+            load(tmp_path, text, override)
+        assert e.value.code == 2
+
+
+def test_a_loss_of_ones_own_may_use_any_knob(tmp_path):
+    own = load(tmp_path, BASE.format(model="m"), "trainer.loss=mine:loss", "trainer.epsilon=0.1", "trainer.dppo_kl=0.5")
+    assert (own.trainer.epsilon, own.trainer.dppo_kl) == (0.1, 0.5)
+
+
 def test_relations_are_between_keys_that_there_are():
     keys = {*configs.DEFAULTS, "inference.args.tensor_parallel_size"}
     for key, _, other in configs.LIMITS["relations"]:
@@ -372,13 +389,20 @@ def test_every_shipped_configuration_loads():
 
 
 def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
-    overrides = ["trainer.beta=0.5", "env.args.api_key=sk-1", "env.args.judge={hf_token='hf-2', max_tokens=5}"]
+    overrides = [
+        "trainer.beta=0.5",
+        "env.args.api_key=sk-1",
+        "env.args.judge={hf_token='hf-2', max_tokens=5, end_token=7}",
+    ]
     overrides += ["env.args.judges=[{name='a', api_key='sk-3'}]"]
     overrides += ["env.args.prompt='Reply \"so\" \U0001f600'", 'env.args."\u00fc"=[1, true]']
     first = load(tmp_path, VF_RL, *overrides)
     text = configs.to_toml(first)
     again = load(tmp_path, text)
-    kept = first.env[0].args | {"api_key": "REDACTED", "judge": {"hf_token": "REDACTED", "max_tokens": 5}}
+    kept = first.env[0].args | {
+        "api_key": "REDACTED",
+        "judge": {"hf_token": "REDACTED", "max_tokens": 5, "end_token": 7},
+    }
     kept["judges"] = [{"name": "a", "api_key": "REDACTED"}]
     assert again.env == [first.env[0]._replace(args=kept)] and not re.search("sk-1|hf-2|sk-3", text)
     for table in ("run", "inference", "orchestrator", "sampling", "eval", "trainer", "checkpoint"):
@@ -480,7 +504,7 @@ def test_what_launch_gets(tmp_path):
     assert words["inference_startup_timeout"] == "(0.000010)"  # bash's arithmetic does not know 1e-05
 
 
-@pytest.mark.parametrize("wrong", ["--chec", "inference.args.hf_overrides=xx"])
+@pytest.mark.parametrize("wrong", ["--replay=x", "--chec", "inference.args.hf_overrides=xx"])
 def test_what_launch_asks_is_refused(wrong, tmp_path):
     (tmp_path / "some.toml").write_text(VF_RL)
     command = [sys.executable, str(ROOT / "configs" / "__init__.py"), str(tmp_path / "some.toml"), wrong]
