@@ -282,7 +282,7 @@ def compute_advantages(groups, name):
 
 def add_advantages(batch, t):
     """-> the batch with a column adv: each token has its rollout's advantage, or its turn's; demonstrations have 1."""
-    if t.gamma < 1 or any(s.get("turn_rewards") for s in batch.samples):
+    if t.loss != "sft" and (t.gamma < 1 or any(s.get("turn_rewards") for s in batch.samples)):
         return named("turns:add_advantages", {})(batch, t, add_advantages)
     groups, keys = {}, [(s.get("env"), s.get("group"), s.get("rollout")) for s in batch.samples]
     for key, s in zip(keys, batch.samples):

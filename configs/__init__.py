@@ -86,7 +86,7 @@ def load_config(path, overrides=(), is_check=False):
             nested = tomllib.loads(f"{key} = {json.dumps(text)}")
         for name, value in flatten(nested).items():
             before |= {name: given.get(name, DEFAULTS.get(name))} if item in own else {}
-            given[name] = merged(given.get(name), value)
+            given[name] = merged(given.pop(name, None), value)  # the last: of two names for one key it holds
     require(not (mix and any(k.startswith("env.") for k in given)), 2, "env.*=... does not say which [[env]] is meant")
     # 3. Names of vf-rl and of TRL's GRPOTrainer, in a file that has their table.
     if any(key.startswith("trainer.args.") for key in given):

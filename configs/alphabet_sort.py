@@ -3,7 +3,7 @@
 import difflib
 import random
 
-from env import MultiTurnEnv, Rubric
+from env import DataError, MultiTurnEnv, Rubric
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NAMES = """adam alma amir anna ben bela cara chen dan dora elsa emil fay finn gina goran hana hugo ida igor iris jack
@@ -16,10 +16,14 @@ def rows(split, num, words=LETTERS, first=4, more=3, turns=2):
     """Distinct rows; a checksum of what is to be sorted names its split, so no two splits share a row."""
     rng, found = random.Random(f"alphabet_sort {split}"), {}
     owner = {"eval": (0,), "warmup": (1, 2, 3), "train": range(4, 10)}[split]
-    while len(found) < num:
+    for _ in range(100 * num):
+        if len(found) == num:
+            break
         drawn = rng.sample(list(words), first + more * (turns - 1))
         if sum(ord(c) * 31**i for i, c in enumerate("".join(drawn))) % 10 in owner:
             found[" ".join(drawn)] = drawn
+    if len(found) < num:
+        raise DataError(f"alphabet_sort: only {len(found)} of {num} rows of the {split} split differ: more words a row")
     return [row(drawn, first, more) for drawn in found.values()]
 
 

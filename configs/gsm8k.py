@@ -19,8 +19,9 @@ TOKENS = ["<reasoning>\n", "\n</reasoning>\n", "<answer>\n", "\n</answer>"]
 def number(text):
     """ "$1,200.50" -> Decimal; None for what is no single number. Decimals compare equal with or without zeros at the
     end; floats would call long numbers equal that are not."""
-    plain = re.sub(r"[,$\s]", "", text or "").rstrip(".")
-    return Decimal(plain) if re.fullmatch(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)", plain) else None
+    plain = re.sub(r"\\?\$\s*", "", (text or "").replace("\u2212", "-").replace("{,}", ",")).strip().rstrip(".,")
+    is_number = re.fullmatch(r"[-+]?(([0-9]+|[0-9]{1,3}(,[0-9]{3})+)(\.[0-9]*)?|\.[0-9]+)", plain)
+    return Decimal(plain.replace(",", "")) if is_number else None
 
 
 def correct(completion, answer, parser):

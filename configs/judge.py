@@ -79,7 +79,9 @@ class Judge:
             salt = {} if self.base_url or self.own_client else {"extra_body": {"cache_salt": uuid.uuid4().hex}}
             reply = await self.client.chat.completions.create(model=model, messages=messages, **self.sampling, **salt)
         said = reply.choices[0].message.content or ""
-        found = re.findall(rf"<score>\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*{self.scale:g}\s*)?</score>", said)
+        # judges also write [8], **8**, 8/10 and 8 out of 10
+        number, of = r"(-?(?:\d+(?:\.\d*)?|\.\d+))", rf"(?:(?:/|out of)\s*{self.scale:g}[\s*\]]*)?"
+        found = re.findall(rf"<score>[\s*\[]*{number}[\s*\]]*{of}</score>", said, re.IGNORECASE)
         if not found or not 0 <= float(found[-1]) <= self.scale:
             raise JudgeReplyError(f"{model} gave no score in 0..{self.scale:g}: {said[-200:]!r}")
         return float(found[-1]) / self.scale

@@ -9,6 +9,8 @@ loss with another divisor scales itself.
 
 Below r = exp(logp - old_logp) is the ratio, A the advantage, sg(x) is x without its gradient."""
 
+import zlib
+
 import torch
 
 MAX_LOG_RATIO = 20.0  # exp of more would be inf, and inf times an advantage of 0 is nan
@@ -59,9 +61,10 @@ def icepop(micro, logp_N, entropy_N, cfg):
 
 
 def permuted(rewards_G, group):
-    """trainer.advantage = "losses:permuted", for a control run: each group's rewards go to the wrong rollouts, so what
-    is learned is not by them."""
-    return (rewards_G - rewards_G.mean())[torch.randperm(len(rewards_G))]
+    """trainer.advantage = "losses:permuted", for a control run: a group's rewards go to any of its rollouts, the same
+    on all ranks, so what is learned is not by them."""
+    seed = zlib.crc32(repr([(member.get("env"), member.get("group")) for member in group]).encode())
+    return (rewards_G - rewards_G.mean())[torch.randperm(len(rewards_G), generator=torch.Generator().manual_seed(seed))]
 
 
 # --- importance weights: trainer.importance ---------------------------------------------------------------------------

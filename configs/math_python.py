@@ -60,7 +60,8 @@ def final_answer(completion):
     text = (last.get("content") or "") if last["role"] == "assistant" else ""
     if "\\boxed{" in text:
         return extract_boxed_answer(text)
-    numbers = re.findall(r"(?:(?<![\w.])-)?[0-9][0-9,]*(?:\.[0-9]+)?", text)
+    # of 1/2, 10^3 and 1e5 all of it, which is no number of ours; U+2212 is a minus sign
+    numbers = re.findall(r"(?:(?<![\w.])[-\u2212])?[0-9][0-9,]*(?:\.[0-9]+)?(?:[/^eE][-+]?[0-9]+(?:\.[0-9]+)?)*", text)
     return numbers[-1] if numbers else None
 
 
@@ -75,9 +76,10 @@ def tool_calls(completion):
 
 
 def load_environment(
-    path="", num_train=4096, num_eval=128, max_turns=4, timeout_s=5.0, allow_unsandboxed_python=False, system_prompt=""
+    path="", num_train=0, num_eval=128, max_turns=4, timeout_s=5.0, allow_unsandboxed_python=False, system_prompt=""
 ):
     """path: JSON Lines with question and answer, the last num_eval rows for evaluation; "": made-up expressions.
+    num_train: the first so many rows; 0: all of the file, 4,096 that are made up.
 
     Raises CannotContain where the sandbox does not hold. timeout_s: for one call, on the wall clock."""
     if path:
@@ -85,9 +87,9 @@ def load_environment(
         if len(have) <= num_eval:
             raise DataError(f"math_python: {path} has {len(have)} rows, none left to train on; set env.args.num_eval")
         cut = len(have) - num_eval
-        train, held_out = have[:cut][:num_train], have[cut:] or None
+        train, held_out = have[:cut][: num_train or None], have[cut:] or None
     else:
-        train, held_out = rows("train", num_train), rows("eval", num_eval) or None
+        train, held_out = rows("train", num_train or 4096), rows("eval", num_eval) or None
     hide = [Path("~").expanduser(), Path(__file__).parents[1], Path.cwd()]
     sandbox = Sandbox(hide, timeout_s, allow_unsandboxed_python)
 

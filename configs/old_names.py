@@ -1,7 +1,8 @@
 """Names of vf-rl's [trainer.args] table and of TRL's GRPOTrainer, and what they are here.
 
 configs/__init__.py reads this for a file with a [trainer.args] table and for no other. A name gets the meaning that it
-has there, or is refused with what to write instead. Names of ours under [trainer] are taken as they are."""
+has there, or is refused with what to write instead; but a number (eval_steps, ref_model_sync_steps) also turns on what
+it is for. Names of ours under [trainer] are taken as they are."""
 
 from configs import RunError
 

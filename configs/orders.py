@@ -9,25 +9,34 @@ import itertools
 import math
 import random
 
-from configs import RunError
+from configs import RunError, require
 from orchestrator import Order
 
 
 class Picky(Order):
-    """The shuffle without the indices that is_wanted refuses. RunError 4 where it refuses two epochs of them."""
+    """The shuffle without the indices that is_wanted refuses, and where a row has a chance below 1 without some others.
+    RunError 4 where is_wanted refuses two epochs of them."""
 
     def is_wanted(self, index, row, step):
         raise NotImplementedError
 
+    def chance(self, row):
+        return 1.0
+
     def take(self, step):
-        if self.again:  # of a killed run, for which they were wanted
+        if self.again:  # of a killed run, or of `ahead`, and wanted
             return super().take(step)
+        unlucky = None
         for _ in range(2 * len(self.rows) + 1000):
             index, row = super().take(step)
             if self.is_wanted(index, row, step):
-                return index, row
+                if random.Random(f"{self.cfg.run.seed}:take:{index}").random() < self.chance(row):
+                    return index, row
+                unlucky = unlucky or (index, row)
             self.open.discard(index)
-        raise RunError(4, f"no row is left at step {step}: {type(self).__name__} wants none of them")
+        require(unlucky, 4, f"no row is left at step {step}: {type(self).__name__} wants none of them")
+        self.open.add(unlucky[0])
+        return unlucky
 
 
 class Curriculum(Picky):
@@ -78,16 +87,25 @@ class Difficulty(Curriculum):
     """Takes a row more often the closer its solve rate p is to 1/2, where a group's rewards differ most: with a chance
     of 4 p (1 - p) + 0.1. What nothing is known of is always taken."""
 
-    def is_wanted(self, index, row, step):
+    def chance(self, row):
         rate, _ = self.known(row)
-        chance = random.Random(f"{self.cfg.run.seed}:take:{index}").random()
-        return super().is_wanted(index, row, step) and chance < 4 * rate * (1 - rate) + 0.1
+        return 4 * rate * (1 - rate) + 0.1
 
 
 def is_period(steps):
     if not isinstance(steps, list) or [type(step) for step in steps] != [int, int]:
         return False
     return 0 <= steps[0] < steps[1]
+
+
+def put_back(order, indices, step):
+    """They come next, but for those that are not wanted any more at `step`."""
+    for index in indices:
+        row = order.epoch(index // len(order.rows))[index % len(order.rows)]
+        if isinstance(order, Picky) and not order.is_wanted(index, row, step):
+            order.open.discard(index)
+        else:
+            order.again = sorted([*order.again, index])
 
 
 async def ahead(order, num, n, job, cfg):
@@ -105,8 +123,7 @@ async def ahead(order, num, n, job, cfg):
             useful = [i for i, group in enumerate(done) if not group.dropped]
             if len(useful) >= num:
                 done = done[: useful[num - 1] + 1]
-                left_over = set(jobs) - {group.index for group in done}
-                order.again = sorted([*order.again, *left_over])
+                put_back(order, set(jobs) - {group.index for group in done}, n + 1 + cfg.orchestrator.max_staleness)
                 return done
             under_way = [task for task in jobs.values() if not task.done()]
             await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)

@@ -11,7 +11,8 @@ SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <re
 
 
 def similarity(completion, answer):
-    """2 M / T: M characters in common, in order, of T in both."""
+    """2 M / T: M characters in common, in order, of T in both. From 200 characters on it is less, since difflib leaves
+    out the frequent ones; prime-rl has it so."""
     return difflib.SequenceMatcher(None, PARSER.parse_answer(completion) or "", answer).ratio()
 
 

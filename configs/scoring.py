@@ -25,9 +25,14 @@ async def score_all(env, prompts, completions, columns):
         row = rows.get(key, {}) | {name: column[i] for name, column in columns.items()}
         if not row:
             raise DataError(f"prompts[{i}] is in no row of the environment, and no columns were given: {key[:200]}")
-        state = env.start(row | {"prompt": as_messages(prompt)})
-        state["completion"] = as_messages(completion, "assistant")
-        state["turn"] = sum(message["role"] == "assistant" for message in state["completion"])
+        if is_text := isinstance(row.get("prompt"), str):  # for a base model
+            state = env.start(row | {"prompt": prompt})
+            state["completion"] = [completion] if isinstance(completion, str) else completion
+        else:
+            head, messages = getattr(env, "head", []), as_messages(prompt)
+            state = env.start(row | {"prompt": messages[len(head) :] if messages[: len(head)] == head else messages})
+            state["completion"] = as_messages(completion, "assistant")
+        state["turn"] = sum(is_text or message["role"] == "assistant" for message in state["completion"])
         groups.setdefault(key, []).append((i, state))
     rewards = [None] * len(prompts)
     for group in groups.values():
@@ -38,11 +43,14 @@ async def score_all(env, prompts, completions, columns):
 async def score_group(env, group, rewards):
     """Fills in the rewards of one prompt's completions; prints one error of each kind."""
     scores = await asyncio.gather(*(env.rubric.score(state) for _, state in group), return_exceptions=True)
+    kept = [(i, state, score) for (i, state), score in zip(group, scores) if not isinstance(score, Exception)]
     errors = [score for score in scores if isinstance(score, Exception)]
+    try:
+        more = await env.rubric.score_group([state for _, state, _ in kept]) or [(0.0, {})] * len(kept)
+    except Exception as e:  # of a function that sees all of them: none has a reward then
+        errors, kept, more = [*errors, e], [], []
     for error in {type(error): error for error in errors}.values():
         traceback.print_exception(error)
-    kept = [(i, state, score) for (i, state), score in zip(group, scores) if not isinstance(score, Exception)]
-    more = await env.rubric.score_group([state for _, state, _ in kept]) or [(0.0, {})] * len(kept)
     for (i, _, (reward, _)), (add, _) in zip(kept, more):
         rewards[i] = add + (sum(reward) if isinstance(reward, list) else reward)
 

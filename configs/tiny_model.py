@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configs import RunError, arguments, run_role
+from configs import DEFAULTS, LIMITS, RunError, arguments, run_role
 from env import load_environment
 from orchestrator import extend_or_fork, save_batch
 
@@ -136,8 +136,11 @@ def write_demonstrations(path, tokenizer, demonstrations, batch_size=BATCH_SIZE)
 
 
 def warm_up(config, work, steps, more):
-    """trainer.py on the demonstrations in `work` -> directory of the model."""
-    overrides = [
+    """trainer.py on the demonstrations in `work` -> directory of the model. What the TOML says of the reinforcement
+    learning that comes later is not for these."""
+    rl = "optimizer importance importance_low importance_high beta ref_sync_steps gamma updates_per_batch replicas"
+    keys = [*LIMITS["knobs"], *(f"trainer.{name}" for name in rl.split())]
+    overrides = [f"{key}={json.dumps(DEFAULTS[key])}" for key in keys] + [
         f"model={work / 'random'}",
         f"output_dir={work}",
         "run_name=warmup",

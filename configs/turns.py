@@ -19,11 +19,14 @@ def returns(sample, gamma):
 
 def add_advantages(batch, t, add):
     """-> the batch with a column adv. add: trainer.add_advantages, which is asked turn by turn with the turn's returns.
-    A group without rewards by turn, with gamma = 1, keeps one advantage per rollout."""
+    A group without rewards by turn, with gamma = 1, keeps one advantage per rollout. "batch_std" is over the rollouts'
+    whole rewards: over a late turn's, of which most are 0, the few others would be far too large."""
     keys = [(s.get("env"), s.get("group")) for s in batch.samples]
     by_turn = {key for key, s in zip(keys, batch.samples) if t.gamma < 1 or s.get("turn_rewards")}
     table = [returns(s, t.gamma) if key in by_turn else None for key, s in zip(keys, batch.samples)]
-    whole, turn_T = Namespace(advantage=t.advantage, loss=t.loss, gamma=1.0), batch.columns["turn"]
+    is_over_batch = t.advantage == "batch_std"
+    whole = Namespace(advantage="mean" if is_over_batch else t.advantage, loss=t.loss, gamma=1.0)
+    turn_T = batch.columns["turn"]
     adv_T = torch.zeros(len(turn_T))
     for k in range(int(turn_T.max()) + 1):
         samples = [s | {"turn_rewards": None} for s in batch.samples]
@@ -31,4 +34,7 @@ def add_advantages(batch, t, add):
             if to_go:
                 s["reward"] = to_go[k] if k < len(to_go) else 0.0
         adv_T = torch.where(turn_T == k, add(batch._replace(samples=samples), whole).columns["adv"], adv_T)
+    if is_over_batch:
+        rewards = {(*key, s.get("rollout")): s["reward"] for key, s in zip(keys, batch.samples)}  # of a fork: any
+        adv_T = adv_T / (torch.tensor([*rewards.values()], dtype=torch.float64).std(correction=0).item() + 1e-4)
     return batch._replace(columns=batch.columns | {"adv": adv_T})

@@ -83,9 +83,9 @@ class VerifiersRubric:
         self.sees_group = any(leaf._is_group_func(f) for leaf in leaves(rubric) for f in leaf.funcs)
 
     async def score(self, state):
+        theirs = state["verifiers"] = state.get("verifiers") or await self.state_of(state)
         if self.sees_group:
             return 0.0, {}  # all of it comes from score_group
-        theirs = state.get("verifiers") or await self.state_of(state)
         await self.of([theirs], lambda states: self.rubric.score_rollout(states[0]))
         return self.result(theirs)
 

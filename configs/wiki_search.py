@@ -7,7 +7,7 @@ import json
 import random
 from pathlib import Path
 
-from env import Rubric, ToolEnv, load_rows
+from env import DataError, Rubric, ToolEnv, load_rows
 
 PAGES, EVAL_PAGES, TOP = 200, 40, 3
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
@@ -99,6 +99,8 @@ def progress(completion, answer, info):
             names = {c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()}
             continue
         wanted = missing.get(name := names.get(message.get("tool_call_id")))
+        if message["content"].startswith("error: "):  # it repeats what was asked
+            continue
         if wanted and normal(wanted) in normal(message["content"]):
             scores[-1] += 1.0
             del missing[name]
@@ -135,8 +137,11 @@ def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES,
         if questions
         else [{"question": question(n), "answer": h, "info": {"title": n}} for n, h in folk]
     )
+    if len(rows) <= num_eval:
+        raise DataError(f"wiki_search: {len(rows)} questions, none left to train on; set env.args.num_eval")
+    cut = len(rows) - num_eval
     index, rubric = Corpus(pages), Rubric([correct, progress], [0.6, 0.2])
     tools = [index.search_pages, index.view_page]
     return ToolEnv(
-        rows[:-num_eval], tools, max_turns, eval_dataset=rows[-num_eval:], rubric=rubric, system_prompt=system_prompt
+        rows[:cut], tools, max_turns, eval_dataset=rows[cut:] or None, rubric=rubric, system_prompt=system_prompt
     )

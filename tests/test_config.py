@@ -207,6 +207,10 @@ def test_what_is_given_by_our_name_holds(tmp_path):
     cfg = load(tmp_path, text, "trainer.ratio_cap=3", "eval.every=9")
     assert cfg.trainer.ratio_cap == 3.0 and cfg.eval.every == 9
     assert load(tmp_path, text, "trainer.loss=grpo").trainer.loss == "grpo"
+    # an override also holds against an old name that comes after its own place in the file
+    both = f"max_steps = 9\n{text}max_steps = 500\nlearning_rate = 1e-6\n[trainer]\nlearning_rate = 3e-5\n"
+    cfg = load(tmp_path, both, "trainer.loss=grpo", "max_steps=5", "trainer.learning_rate=5e-5")
+    assert (cfg.run.max_steps, cfg.trainer.learning_rate) == (5, 5e-5)
 
 
 def test_old_names_are_tested_and_lead_to_keys_that_there_are():
@@ -368,11 +372,6 @@ def test_several_environments_are_told_apart(tmp_path):
         with pytest.raises(RunError, match=message) as e:
             load(tmp_path, text, override)
         assert e.value.code == 2
-
-
-def test_a_loss_of_ones_own_may_use_any_knob(tmp_path):
-    own = load(tmp_path, BASE.format(model="m"), "trainer.loss=mine:loss", "trainer.epsilon=0.1", "trainer.dppo_kl=0.5")
-    assert (own.trainer.epsilon, own.trainer.dppo_kl) == (0.1, 0.5)
 
 
 def test_relations_are_between_keys_that_there_are():

@@ -352,6 +352,28 @@ def test_score_without_a_server():
         score(env, [asked, "other"], ["4", "4"])
 
 
+def test_score_without_a_server_where_a_function_of_the_group_raises_and_of_texts(capsys):
+    def broken(completions):
+        raise KeyError(len(completions))
+
+    env = SingleTurnEnv(ROWS, rubric=Rubric([broken]))
+    assert score(env, ["2 + 2?", "2 + 2?"], ["4", "5"]) == [None, None] and "KeyError: 2" in capsys.readouterr().err
+
+    def whole(completion, prompt):
+        return float((prompt, completion) == ("once upon", [" a time"]))
+
+    env = SingleTurnEnv([{"prompt": "once upon", "answer": ""}], rubric=Rubric([whole]))
+    assert score(env, ["once upon", "once upon"], [" a time", "x"]) == [1.0, 0.0]
+
+
+def test_score_sees_a_system_prompt_once():
+    def num_system(prompt):
+        return float(sum(message["role"] == "system" for message in prompt))
+
+    env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=Rubric([num_system]))
+    assert score(env, ["2 + 2?", env.start(ROWS[0])["prompt"]], ["4", "4"]) == [1.0, 1.0]
+
+
 def test_bad_rubrics_and_no_rows_are_named():
     with pytest.raises(ValueError, match=r"eval_dataset\[0\]: is no dict"):
         SingleTurnEnv(ROWS, ["text"])

@@ -142,6 +142,14 @@ def test_what_breaks_a_scorer_is_wrong(rg):
     assert play(env, env.dataset[0], "<answer></answer>")[2]["score_answer"] == 0.0
 
 
+@pytest.mark.parametrize("answer", ["1e1000000000", "1E-99999", "1_0.e1_000_000_000"])
+def test_a_number_that_would_stop_the_world_is_wrong(rg, answer):
+    """coin_flip makes a Fraction of it, in C, which no time limit ends."""
+    env = rg.load_environment("coin_flip", num_train=1, num_eval=1)
+    assert play(env, env.dataset[0], f"<answer>{answer}</answer>")[2]["score_answer"] == 0.0
+    assert play(env, env.dataset[0], f"<answer>{env.dataset[0]['answer']}</answer>")[2]["score_answer"] == 1.0
+
+
 def test_reasoning_gym_names(rg):
     with pytest.raises(ValueError, match="no task 'chain_sums'; the nearest are chain_sum"):
         rg.load_environment("chain_sums")
@@ -300,6 +308,15 @@ def test_a_reply_without_a_score_in_range_is_unscored(reply):
     with serve(lambda text, model, call: reply) as fake:
         with pytest.raises(JudgeReplyError, match="a gave no score in 0..10"):
             judged(Judge(["a"], fake.url))
+
+
+@pytest.mark.parametrize("reply", [
+    "<score>\n[8]\n</score>", "<score>**8**</score>", "<score> 8 / 10 </score>", "<score>8 out of 10</score>",
+    "<Score>8.0</Score>", "<score>[8.]/10</score>", "<score>[8/10]</score>",
+])  # fmt: skip
+def test_scores_as_judges_write_them(reply):
+    with serve(lambda text, model, call: reply) as fake:
+        assert judged(Judge(["a"], fake.url)) == 0.8
 
 
 def test_the_last_score_counts():

@@ -219,6 +219,16 @@ def test_weights_go_with_any_loss_through_the_step(loss, weight, make_cfg, batch
     assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6) and found[0][2] >= 0
 
 
+def test_permuted_rewards_are_the_same_on_every_rank():
+    """Of each group another permutation, whatever torch's own generator is at."""
+    rewards, found = torch.arange(8.0), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        found.append([losses.permuted(rewards, [{"env": "e", "group": g}] * 8).tolist() for g in range(20)])
+    assert found[0] == found[1] and len({tuple(row) for row in found[0]}) > 15
+    assert all(sorted(row) == (rewards - 3.5).tolist() for row in found[0])
+
+
 def test_an_edge_without_a_weight_is_refused(make_cfg):
     with pytest.raises(trainer.RunError, match="trainer.importance_high = 2.0 must be left out without"):
         make_cfg("trainer.importance_high=2.0")

@@ -383,7 +383,9 @@ def test_math_python_calls_the_tool_and_scores_the_last_message(contained):
     ("89", "89", 1), ("so 12*7+5 = 89.", "89", 1), ("it is -5", "-5", 1), ("12-7", "7", 1), ("12 - 7", "-7", 0),
     (r"\boxed{89} of 3", "89", 1), (r"\boxed{3} then \boxed{ 1,089 }", "1089", 1), (r"\boxed{} 89", "89", 0),
     ("1,089.0", "1089", 1), ("$1,200", "1200", 1), ("8 9", "89", 0), ("", "0", 0), ("none", "1", 0), (None, "1", 0),
-    (r"\boxed{x^{2}}", "x^{2}", 1), ("9" * 5000, "1", 0),
+    (r"\boxed{x^{2}}", "x^{2}", 1), ("9" * 5000, "1", 0), (r"\boxed{1, 2}", "12", 0), (r"\boxed{3 4}", "34", 0),
+    ("x = \u22125", "-5", 1), ("x = \u22125", "5", 0), ("1/2", "2", 0), ("so 1/2.", "1/2", 1), ("1e5", "5", 0),
+    ("10^3", "3", 0), (r"\boxed{1{,}200}", "1200", 1), ("5, I think", "5", 1),
 ])  # fmt: skip
 def test_final_answers(text, answer, right):
     assert math_python.correct([{"role": "assistant", "content": text}], answer) == right
@@ -402,6 +404,10 @@ def test_rows_from_a_file(contained, tmp_path):
     env = load_math_python(contained, path=str(path), num_eval=3)
     assert [len(env.dataset), len(env.eval_dataset)] == [7, 3] and env.eval_dataset[0]["question"] == "7+1?"
     assert play(env, env.dataset[0], "1")[1] == 1  # the answer may be a number
+    assert len(load_math_python(contained, path=str(path), num_eval=3, num_train=2).dataset) == 2
+    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(5000)))
+    assert len(load_math_python(contained, path=str(path), num_eval=3).dataset) == 4997
+    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(10)))
     with pytest.raises(DataError, match="10 rows, none left to train on"):
         load_math_python(contained, path=str(path))
 
@@ -426,13 +432,16 @@ def test_gsm8k_scores_answer_and_format():
 
 @pytest.mark.parametrize("text, other, same", [
     ("1,200", "$1200.00", True), ("0.50", ".5", True), ("7.", "7", True), ("-3", "-3.0", True), ("3", "-3", False),
+    ("\u22125", "-5", True), (r"\$ 1{,}200", "1200", True),
     ("10", "1", False), ("100", "1", False), ("1" * 40, "1" * 39 + "2", False), ("1" + "0" * 400, "1", False),
 ])  # fmt: skip
 def test_numbers_compare(text, other, same):
     assert (gsm8k.number(text) == gsm8k.number(other)) == same
 
 
-@pytest.mark.parametrize("text", ["", None, "x", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "٣", "."])
+@pytest.mark.parametrize(
+    "text", ["", None, "x", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "٣", ".", "1 2", "1,2", "1,2,3", "3\n4"]
+)
 def test_what_is_no_number(text):
     assert gsm8k.number(text) is None
 

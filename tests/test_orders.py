@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import all_batches, lines
-from orders import Curriculum, Difficulty
+from orders import Curriculum, Difficulty, put_back
 
 from configs import RunError
-from orchestrator import Rollout
+from orchestrator import Order, Rollout
 
 ROWS = [{"question": str(i)} for i in range(40)]
 
@@ -79,6 +79,38 @@ def test_retirement_alone(make_cfg):
     order = Curriculum(ROWS[:4], make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.retire_after=1"))
     order.settle(group_of(2, 1.0, 1.0, dropped="flat at reward 1"))
     assert set(taken(order, 30)) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bad_luck_is_no_end(seed, make_cfg):
+    """Where only a row of a small chance is left, it is taken all the same."""
+    order = Difficulty(
+        ROWS[:4], make_cfg("orchestrator.order=orders:Difficulty", "orchestrator.retire_after=2", f"seed={seed}")
+    )
+    for row in (1, 2, 3):
+        for _ in range(2):
+            order.settle(group_of(row, 1.0, 1.0, dropped="flat at reward 1"))
+    order.settle(group_of(0, 0.0, 0.0))  # a chance of 0.1
+    for _ in range(300):
+        index, row = order.take(0)
+        assert row == 0 and index in order.open
+
+
+def test_what_ahead_leaves_over_is_asked_again(make_cfg):
+    """A row is put back only while its period and its retirement allow it at the step where it would be taken."""
+    rows = [row | {"difficulty": ["easy", "hard"][i % 2]} for i, row in enumerate(ROWS)]
+    order = Curriculum(rows, make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.curriculum={easy=[0, 3]}"))
+    issued = dict(order.take(0) for _ in range(8))
+    put_back(order, set(issued), 2)
+    assert order.again == sorted(issued) and order.open == set(issued)
+    order.again = []
+    put_back(order, set(issued), 3)
+    hard = [index for index, row in sorted(issued.items()) if row % 2]
+    assert order.again == hard and order.open == set(hard)
+    plain = Order(ROWS, order.cfg)
+    issued = dict(plain.take(0) for _ in range(3))
+    put_back(plain, set(issued), 3)
+    assert plain.again == sorted(issued)
 
 
 def test_difficulty_is_carried_in_the_batches(run):

@@ -181,6 +181,17 @@ def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
     assert by_turn([other, other]) == [[[1.0] * 3, [-1.0]]] * 2
     mixed = [member(4.0, num_turns=2), member(1.0, [1.0, 0.0])]
     assert by_turn([mixed, other]) == [[[1.5, 2.0], [-1.5, -2.0]], [[1.0] * 3, [-1.0]]]
+    # over the batch: by the deviation of the four whole rewards, whatever the turn
+    scale = np.std([4, 1, 4, 2]) + 1e-4
+    for a, b in zip(by_turn([mixed, other], "batch_std"), by_turn([mixed, other]), strict=True):
+        assert [x for row in a for x in row] == pytest.approx([x / scale for row in b for x in row])
+
+
+def test_demonstrations_have_no_credit_by_turn():
+    """Of a TOML whose gamma is for what comes after them."""
+    batch = trainer.Batch({"turn": torch.zeros(3)}, torch.tensor([3]), [{"env": "e", "turn_rewards": [0.0, 5.0]}], {})
+    t = SimpleNamespace(advantage="mean", gamma=0.5, loss="sft")
+    assert trainer.add_advantages(batch, t).columns["adv"].tolist() == [1.0] * 3
 
 
 def test_credit_by_turn_is_unbiased_where_the_policy_chooses_when_to_stop():

@@ -7,7 +7,7 @@ import pytest
 import wiki_search
 from scripted import play
 
-from env import load_environment
+from env import DataError, load_environment
 
 
 def test_wiki_search_finds_views_and_answers():
@@ -29,6 +29,9 @@ def test_wiki_search_finds_views_and_answers():
         state, reward, _ = play(env, row, wrong, wiki_search.call("search_pages", {"query": "zz"}), "x")
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
         assert texts == ["error: ValueError: no page '900'", "nothing found"] and reward == [0, 0, 0]
+        # an error that repeats the call earns nothing
+        echo = [wiki_search.call("search_pages", {name: ""}), wiki_search.call("view_page", {"page_id": row["answer"]})]
+        assert play(env, row, *echo, "x")[1] == [0, 0, 0]
 
 
 def pages_of(env):
@@ -47,6 +50,9 @@ def test_wiki_search_reads_a_directory(tmp_path):
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
     state, reward, _ = play(env, env.dataset[0], search, wiki_search.call("view_page", {"page_id": "1"}), "sicily")
     assert state["completion"][1]["content"] == "1: Mount Etna" and sum(reward) == pytest.approx(0.8)
+    assert len(load_environment("wiki_search", args | {"num_eval": 0}).dataset) == 3
+    with pytest.raises(DataError, match="3 questions, none left to train on"):
+        load_environment("wiki_search", args | {"num_eval": 3})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no .txt or .md pages"):
         load_environment("wiki_search", args | {"corpus": str(tmp_path / "empty")})
@@ -64,3 +70,8 @@ def test_alphabet_sort_asks_again_and_credits_each_turn():
     swapped = " ".join(reversed(second.split()))
     _, reward, metrics = play(env, row, first, swapped, third)
     assert reward[0] == reward[2] == pytest.approx(1 / 3) and 0 < reward[1] < 1 / 15 and metrics["exact"] == 0
+
+
+def test_alphabet_sort_says_where_there_are_too_few_rows():
+    with pytest.raises(DataError, match="only 3.. of 4096 rows of the train split differ"):
+        alphabet_sort.load_environment(first=2, turns=1)

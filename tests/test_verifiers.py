@@ -80,6 +80,9 @@ def test_score_without_a_server():
     env = load_environment("vf_envs", {"kind": "single"})
     prompts = [row["prompt"] for row in env.dataset[:2]]
     assert score(env, prompts, ["a", "b"]) == [float(ord("a") % 7), ord("b") % 7 + 0.5]
+    env = load_environment("vf_envs", {"kind": "group"})
+    prompts = [env.dataset[0]["prompt"]] * 2
+    assert score(env, prompts, ["a", "a"]) == [float(ord("a") % 7), ord("a") % 7 + 1.0]
 
 
 def test_group_rewards(rollouts):
