@@ -65,6 +65,11 @@ def test_token_losses_have_the_gradients_of_their_papers(name, adv, cfg):
     np.testing.assert_allclose(logp.grad.numpy() * len(LOG_R), [grad for grad, _ in expected], rtol=1e-9, atol=1e-9)
     assert metrics["policy/clip_frac"].tolist() == [is_out for _, is_out in expected]
     assert loss.isfinite() and any(is_out for _, is_out in expected)
+    at_N, _ = losses.LOSSES[name](micro_of(old, torch.full_like(old, adv)), logp, None, cfg.trainer)
+    kl = [1e-3 * min(max(x, -20), 20) ** 2 * (name == "dppo") for x in LOG_R]
+    assert [x for x, (_, is_out) in zip(at_N.tolist(), expected) if is_out] == pytest.approx(
+        [x for x, (_, is_out) in zip(kl, expected) if is_out]  # what is left out is not in the loss, either
+    )
 
 
 SAMPLES = [[1e-4, -2e-4, 3e-4], [0.01, 0.02], [-0.01, -0.03, 0.0, -0.01]]  # log r: inside the range, above, below
@@ -184,6 +189,39 @@ def test_weighed_losses_equal_trls(case, make_cfg):
     assert total.item() == pytest.approx(WEIGHED[case][0], abs=1e-9)
     np.testing.assert_allclose(logp.grad.numpy(), WEIGHED[case][1], atol=1e-9)
     assert logs["policy/importance"].shape == logp.shape and micro["old_logp_N"] is sampler
+
+
+LOG = math.log
+EDGES = {  # name, low, high (0: its own) -> of tokens in pairs, a sample each: [(log of pi_old / mu) ...], the weights
+    ("token_truncate", 0, 0): ([LOG(1.9), LOG(2.1), LOG(0.1), 0], [1.9, 2, 0.1, 1]),
+    ("token_truncate", 0.5, 1.2): ([LOG(1.1), LOG(1.3), LOG(0.4), 0], [1.1, 1.2, 0.5, 1]),
+    ("token_mask", 0, 0): ([LOG(2.9), LOG(3.1), LOG(0.1), 0], [2.9, 0, 0.1, 1]),
+    ("token_mask", 0.5, 2): ([LOG(1.9), LOG(2.1), LOG(0.4), 0], [1.9, 0, 0, 1]),
+    ("sequence_truncate", 0, 0): ([LOG(1.4), LOG(2), LOG(2), LOG(2)], [2.8, 2.8, 3, 3]),
+    ("sequence_truncate", 0.5, 2): ([LOG(1.4), LOG(2), LOG(0.4), 0], [2, 2, 0.5, 0.5]),
+    ("sequence_mask", 0, 0): ([LOG(1.4), LOG(2), LOG(2), LOG(2)], [2.8, 2.8, 0, 0]),
+    ("sequence_mask", 0.5, 2): ([LOG(1.4), LOG(1.4), LOG(0.4), 0], [1.96, 1.96, 0, 0]),
+    ("geometric_mask", 0, 0): ([LOG(1.017), 0, LOG(1.024), 0], [1, 1, 0, 0]),
+    ("geometric_mask", 0.99, 1.2): ([LOG(0.982), 0, LOG(0.977), 0], [1, 1, 0, 0]),
+    ("geometric_mask", 0.8, 1.2): ([LOG(0.7), 0, LOG(1.5), 0], [1, 1, 0, 0]),
+    ("off_policy_mask", 0, 0): ([-0.98, 0, -1.02, 0], [1, 1, 0, 0]),
+    ("off_policy_mask", 0, 0.2): ([-0.38, 0, -0.42, 0], [1, 1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_weights_on_either_side_of_their_edges(case, make_cfg):
+    """Both the weight's own edges and given ones; off_policy_mask leaves samples with A >= 0 alone."""
+    (name, low, high), (log_w, expected) = case, EDGES[case]
+    given = [f"trainer.importance_low={low}", f"trainer.importance_high={high}"]
+    t = make_cfg("trainer.loss=grpo", f"trainer.importance=losses:{name}", *given).trainer
+    for adv in (-1.0, 0.0, 1.0):
+        old = torch.zeros(4, dtype=torch.float64)
+        micro = micro_of(old, torch.full_like(old, adv), [0, 0, 1, 1])
+        weighed = named(t.importance, {})(lambda micro, logp_N, entropy_N, cfg: (logp_N, {}))
+        _, logs = weighed(micro, torch.tensor(log_w, dtype=torch.float64), None, t)
+        is_free = name == "off_policy_mask" and adv >= 0
+        assert logs["policy/importance"].tolist() == pytest.approx([1.0] * 4 if is_free else expected)
 
 
 def test_a_geometric_mean_does_not_depend_on_the_length(make_cfg):
