@@ -2,6 +2,8 @@
 
 import ast
 import atexit
+import contextlib
+import glob
 import importlib.util
 import inspect
 import itertools
@@ -151,7 +153,8 @@ class Run:
         processes = {role: pid for role, pid in self.processes().items() if role != "launch.sh"}
         files = list(self.scratch.iterdir())
         if self.process.poll() != -signal.SIGKILL:
-            files += [path for name in ("*.tmp", "tmp", "adapters") for path in self.dir.rglob(name)]
+            names = ("*.tmp", "tmp", "adapters")  # pathlib's rglob raises where a folder goes meanwhile
+            files += [path for name in names for path in glob.glob(f"{self.dir}/**/{name}", recursive=True)]
         busy = [port for port in self.ports if is_taken(port)]
         return [x for x in (processes, files, busy) if x]
 
@@ -634,12 +637,10 @@ def test_every_listener_is_on_the_loopback(models, tmp_path):
     run.fault()
     sockets = {}
     for role, pid in run.processes().items():
-        for fd in Path(f"/proc/{pid}/fd").iterdir():
-            try:
+        for fd in glob.glob(f"/proc/{pid}/fd/*"):  # none, where a process has just ended, such as a sleep of launch.sh
+            with contextlib.suppress(OSError):
                 if found := re.match(r"socket:\[(\d+)\]", os.readlink(fd)):
                     sockets[found[1]] = role
-            except OSError:
-                pass
     listening = []
     for family in ("tcp", "tcp6"):
         for row in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
