@@ -16,7 +16,6 @@ import os
 import random
 import time
 import traceback
-import zlib
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -301,8 +300,8 @@ def save_batch(path, samples, info):
     """samples: dicts of columns (lists or arrays of a number per token: tokens, mask, old_logp, ...) and metadata.
 
     A safetensors file: each column flat over all samples, lens of the samples, and in its metadata JSON `samples` (what
-    is no column), JSON `info` and `crc32` of all. trainer.load_batch reads it. One rename commits it. Raises RunError 4
-    for what must never be trained on: columns of another length, old_logp that is not finite."""
+    is no column) and JSON `info`. trainer.load_batch reads it. One rename commits it. Raises RunError 4 for what must
+    never be trained on: columns of another length, old_logp that is not finite."""
     names = {k for s in samples for k in s if isinstance(s[k], list | np.ndarray)} - {"versions", "turn_rewards"}
     data = {"lens": np.array([len(s["tokens"]) for s in samples], np.int32)}
     for name in names:
@@ -315,9 +314,7 @@ def save_batch(path, samples, info):
     is_right = is_known.all() and not any(s["mask"][0] for s in samples)
     require(is_right, 4, f"{path}: old_logp is not finite, or a sample's first token is a loss token")
     about = {"samples": json.dumps([{k: v for k, v in s.items() if k not in names} for s in samples])}
-    about |= {"info": json.dumps(info)}
-    parts = about["samples"].encode(), about["info"].encode(), *(data[name] for name in sorted(data))
-    save_file(data, tmp := path.with_suffix(".tmp"), about | {"crc32": str(zlib.crc32(b"".join(parts)))})
+    save_file(data, tmp := path.with_suffix(".tmp"), about | {"info": json.dumps(info)})
     os.replace(tmp, path)
 
 

@@ -26,10 +26,9 @@ import shutil
 import socket
 import time
 import zlib
-from collections import Counter, deque, namedtuple
-from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from collections import Counter, namedtuple
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 
 import httpx
@@ -39,7 +38,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils.checkpoint import checkpoint
@@ -206,14 +206,13 @@ def load_batch(path, cfg=None, step=None):
     while not path.exists():
         time.sleep(0.01)
     try:
-        columns, header = load(blob := path.read_bytes()), json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")])
-        samples, info, crc = (header["__metadata__"][key] for key in ("samples", "info", "crc32"))
-        parts = samples.encode(), info.encode(), *(columns[name].numpy() for name in sorted(columns))
-        samples, lens = json.loads(samples), columns.pop("lens").long()
-        info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | json.loads(info)  # where it does not say them
-        assert zlib.crc32(b"".join(parts)) == int(crc), "its checksum is another"
+        with safe_open(path, "pt") as f:
+            columns = {name: f.get_tensor(name) for name in f.keys()}
+            samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
     except Exception as e:  # of safetensors, of JSON, or of the file system
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
+    lens = columns.pop("lens").long()
+    info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | info  # where it does not say them
     if cfg:
         refuse_other(info["run"], cfg, path)
         require(info["step"] == step, 4, f"{path} holds batch {info['step']}")
@@ -459,7 +458,7 @@ class WeightSender:
         t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
         # a server closes idle connections, maybe just as one is used; trust_env: no proxy between the roles
         self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
-        self.pool, self.names = ThreadPoolExecutor(64), set()
+        self.pool = ThreadPoolExecutor(64)
         # 1. Servers of this run, and of no other: a stale one is never trained against.
         others = {url: name for url in self.urls if (name := self.wait_ready(url)) != served_name(cfg)}
         require(not others, 2, f"a server of another run answers: {others}; this run is {served_name(cfg)!r}")
@@ -474,8 +473,7 @@ class WeightSender:
         self.spec["size"] = 1 + workers * len(self.urls)
         joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
         made = self.pool.submit(make_group, self.store, 0, self.spec)
-        for call in as_completed([made, *joining], timeout=2 * t.sync_timeout_s):
-            call.result()  # the first error, not what comes of it
+        self.finish("weight group", [made, *joining])
         self.group = made.result()
 
     def wait_ready(self, url):
@@ -504,33 +502,32 @@ class WeightSender:
         bodies = [{"method": method, "args": [self.spec | spec]} for spec in specs]
         return [self.pool.submit(self.post, url, "/collective_rpc", body) for url, body in zip(self.urls, bodies)]
 
+    def finish(self, what, calls):
+        """Waits for futures. RunError 3 with the first error of any, not what comes of it elsewhere."""
+        for call in as_completed(calls, timeout=2 * self.spec["timeout_s"]):
+            if error := call.exception():
+                hint = "; with NCCL_P2P_DISABLE=1 it may work" if isinstance(error, dist.DistBackendError) else ""
+                raise RunError(3, f"{what} over {self.spec['backend']}: {error}{hint}") from error
+
     def send(self, version, tensors):
         """Broadcasts, and makes the servers use it. tensors: {checkpoint name: tensor}. A failure raises; a server that
         got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
         refuse_non_finite(tensors, what)
-        missing, self.names = sorted(self.names - set(tensors)), set(tensors)
-        require(not missing, 3, f"{what}: the trainer gathered no {missing[:3]}")
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
         listed = [(name, list(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in tensors.items()]
         spec = {"tensors": listed, "adapter": about}
         if not about:
             self.post_all("/pause?mode=keep&clear_cache=false")  # else it forgets, and reads again, what they have said
-        replies = self.rpc("receive_weights", [spec] * len(self.urls))
-        try:
-            deque(stream(self.group, self.device, self.spec | spec, tensors), 0)
-        except RuntimeError as e:  # a peer is gone or silent; if it said why, that is told
-            said = [str(e), *(str(r.exception()) for r in wait(replies, timeout=5).done if r.exception())]
-            hint = "; with NCCL_P2P_DISABLE=1 it may work" if self.spec["backend"] == "nccl" else ""
-            raise RunError(3, f"{what}: broadcast over {self.spec['backend']} broke: {'; '.join(said)}{hint}") from e
-        for reply in replies:
-            reply.result()
+        sent = self.pool.submit(list, stream(self.group, self.device, self.spec | spec, tensors))
+        self.finish(what, [sent, *self.rpc("receive_weights", [spec] * len(self.urls))])
         if not about:
             return self.post_all("/resume")
         old = path.with_name(served_name(self.cfg, version - self.cfg.orchestrator.max_staleness - 2))
-        # One that no request can name any more, and one of this name, by a trainer before this one. 404: there is none.
-        for url, name in product(self.urls, (old.name, path.name)):
-            self.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
+        for url in self.urls:
+            # One that no request can name any more, and one of this name, by a trainer before this one. 404: there is none.
+            for name in (old.name, path.name):
+                self.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
         # not "load_inplace", with which vLLM 0.32 reads the file again at each of its steps
         self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
         shutil.rmtree(old, ignore_errors=True)
@@ -557,10 +554,7 @@ class WeightReceiver:
         if spec["adapter"]:
             (path, *about), tensors = spec["adapter"], dict(weights)
             return write_adapter(Path(path), tensors, *about) if self.rank == 0 else None
-        try:
-            self.reload_weights(weights_iterator=weights)
-        finally:
-            deque(weights, 0)  # the sender is not to wait for who listens no more
+        self.reload_weights(weights_iterator=weights)
         for module in self.model_runner.model.modules() if self.device.type == "cpu" else ():
             method = getattr(module, "quant_method", None)  # vLLM 0.32 does not pack again what it packs for a CPU:
             if getattr(method, "moe_kernel", None):  # experts,
@@ -576,10 +570,15 @@ def score(policy, rows, firsts=()):
     return policy(collate(Batch(columns, lens, [], {}), list(range(len(rows))), policy.device))[0]
 
 
-def gap(diff_N, t, most):
-    """Of differences in nats the largest in fp32, the mean in 16 bits, and what it may be: `most` in 16 bits."""
-    value, usual = (diff_N.max(), 1e-3) if t.dtype == "fp32" else (diff_N.mean(), most)
-    return value.item(), t.max_sync_dlogp or usual
+def compare(logp_N, other_N, t, most, code, what):
+    """-> the largest and the mean |dlogp|, in nats. RunError where in fp32 the largest is above 1e-3, or in 16 bits the
+    mean above `most`."""
+    diff_N = (logp_N[: len(other_N)] - other_N).abs()
+    largest, average = diff_N.max().item(), diff_N.mean().item()
+    value, limit = (largest, 1e-3) if t.dtype == "fp32" else (average, most)
+    what += f": {largest:.2g} nats at most, {average:.2g} on average"
+    require(value <= (t.max_sync_dlogp or limit), code, f"{what}; {t.max_sync_dlogp or limit:g} may be")
+    return {"sync/dlogp_max": largest, "sync/dlogp_mean": average}
 
 
 def random_rows(policy, cfg):
@@ -598,9 +597,8 @@ def check_policy(policy, cfg):
     pairs["its logits are not head(base model)"] = score(policy.train(), rows[:1]), own[0]
     pairs["a row's length changes its first tokens (RoPE, or no causal model)"] = score(policy, [longest]), own[-1]
     pairs["rows of a rectangle mix"] = score(policy, rows), torch.cat(own)
-    for what, (a_N, b_N) in pairs.items():
-        value, limit = gap((a_N[: len(b_N)] - b_N).abs(), cfg.trainer, 0.2)  # of tokens that no policy would say
-        require(value <= limit, 2, f"model = {cfg.run.model!r}: {what}: {value:.2g} nats, at most {limit:g}")
+    for what, (logp_N, other_N) in pairs.items():  # of tokens that no policy would say
+        compare(logp_N, other_N, cfg.trainer, 0.2, 2, f"model = {cfg.run.model!r}: {what}")
 
 
 @torch.no_grad()
@@ -620,11 +618,9 @@ def canary(sender, policy, version, cfg, batch=None):
     policy.train()
     if not sender:
         return {}
-    diff_N = (logp_N - torch.tensor([x for _, logps in said for x in logps], device=policy.device)).abs()
-    value, limit = gap(diff_N, cfg.trainer, 0.05 if batch else 0.2)  # after rows that nobody would write
-    metrics = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
-    require(value <= limit, 3, f"canary after sync of version {version}: trainer and server differ, {metrics}")
-    return metrics
+    other_N = torch.tensor([x for _, logps in said for x in logps], device=policy.device)
+    what, most = f"canary after sync of version {version}: trainer and server differ", 0.05 if batch else 0.2
+    return compare(logp_N, other_N, cfg.trainer, most, 3, what)  # 0.2: after rows that nobody would write
 
 
 def publish(sender, policy, version, cfg, batch=None):

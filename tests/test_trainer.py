@@ -817,7 +817,7 @@ def test_batches_of_another_step_or_run_and_damaged_ones_are_refused(make_cfg, t
             trainer.load_batch(path, *given)
         assert e.value.code == code
     blob = path.read_bytes()
-    for damaged in (blob[:-1], blob[:100], b"", blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]):
+    for damaged in (blob[:-1], blob[:100], b"", blob[:9] + bytes([blob[9] ^ 1]) + blob[10:]):
         path.write_bytes(damaged)
         with pytest.raises(RunError, match="step_000000.safetensors is damaged") as e:
             trainer.load_batch(path)

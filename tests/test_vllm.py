@@ -139,18 +139,15 @@ def dropped(tensors):
     return {k: v for k, v in tensors.items() if k != "model.layers.0.self_attn.k_proj.weight"}
 
 
-@pytest.mark.parametrize("mutate, message", [
-    (swapped, "canary after sync of version 1"), (scaled, "canary after sync of version 1"),
-    (dropped, "the trainer gathered no .*layers.0.self_attn.k_proj.weight"),
-])  # fmt: skip
-def test_wrong_tensors_are_caught(mutate, message, connect, monkeypatch):
+@pytest.mark.parametrize("mutate", [swapped, scaled, dropped])
+def test_wrong_tensors_are_caught(mutate, connect, monkeypatch):
     """Gathered wrong: what arrives is what was sent, and yet not the policy."""
     cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
     shake(policy)
     honest = trainer.sampler_weights
     monkeypatch.setattr(trainer, "sampler_weights", lambda *x: mutate(dict(honest(*x))).items())
-    with pytest.raises(RunError, match=message) as e:
+    with pytest.raises(RunError, match="canary after sync of version 1") as e:
         trainer.publish(sender, policy, 1, cfg)
     assert e.value.code == 3
 

@@ -120,7 +120,7 @@ def main(quick):
             (place / "bench").mkdir()
             sender = WeightSender(cfg, place / "bench", torch.device("cpu"))
             for shape, repeats in ((small, 5), (ADAPTERS, 5), (large, 1 if not quick else 2)):
-                sender.names, tensors, syncs, copies, paused = set(), make_tensors(*shape), [], [], []
+                tensors, syncs, copies, paused = make_tensors(*shape), [], [], []
                 note_pauses(sender, paused)
                 size = sum(t.nbytes for t in tensors.values())
                 for version in range(repeats):

@@ -63,11 +63,11 @@ def watch(point):
             return
         if event == "call" and frame.f_lineno != frame.f_code.co_firstlineno:
             return  # a generator or coroutine that goes on, which is told as a call, too
-        around = frame
-        while around and around.f_code.co_qualname != inside:
-            around = around.f_back
-        if around:
-            fault(point, when(around.f_locals))
+        for around in (frame, *sys._current_frames().values()):  # a broadcast runs in a thread of its own
+            while around and around.f_code.co_qualname != inside:
+                around = around.f_back
+            if around:
+                return fault(point, when(around.f_locals))
 
     return profile
 
