@@ -164,13 +164,13 @@ def build_policy(cfg):
     else:
         # Sharded in a node, copied across.
         mesh = dist.init_device_mesh(kind, (t.replicas, world // t.replicas), mesh_dim_names=("replicate", "shard"))
-        how = {"mesh": mesh if t.replicas > 1 else mesh["shard"], "reshard_after_forward": True}
+        how = {"mesh": mesh if t.replicas > 1 else mesh["shard"]}
         how |= {"offload_policy": fsdp.CPUOffloadPolicy()} if t.offload_optimizer and kind == "cuda" else {}
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
             if not t.use_lora:
                 module.float()  # the masters
             mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
-            fsdp.fully_shard(module, mp_policy=mixed, **how)
+            fsdp.fully_shard(module, mp_policy=mixed, reshard_after_forward=True, **how)
             module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         fsdp.register_fsdp_forward_method(policy, "plain")
@@ -525,7 +525,7 @@ class WeightSender:
             return self.post_all("/resume")
         old = path.with_name(served_name(self.cfg, version - self.cfg.orchestrator.max_staleness - 2))
         for url in self.urls:
-            # One that no request can name any more, and one of this name, by a trainer before this one. 404: there is none.
+            # One that no request can name any more, and one of this name, of a trainer before this. 404: there is none.
             for name in (old.name, path.name):
                 self.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
         # not "load_inplace", with which vLLM 0.32 reads the file again at each of its steps
