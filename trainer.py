@@ -62,14 +62,14 @@ class LoRALinear(nn.Linear):
 
 def add_lora(model, t):
     """Freezes the model; each linear layer whose name ends in a target gets fp32 factors A [r, in] and B [out, r]."""
-    linear = {f".{k}": m for k, m in model.named_modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+    tied = model.get_input_embeddings().weight  # a head that shares it could not be merged
+    fits = lambda m: isinstance(m, nn.Linear) and m.weight.requires_grad and m.weight is not tied
+    linear = {f".{name}": m for name, m in model.named_modules() if fits(m)}
+    names = sorted({name.split(".")[-1] for name in linear})
     model.requires_grad_(False)
     for target in t.lora_target_modules:
         matched = [m for name, m in linear.items() if name.endswith(f".{target}")]
-        what, there = f"trainer.lora_target_modules: {target!r}", sorted({name.split(".")[-1] for name in linear})
-        require(matched, 2, f"{what} matches no linear layer; there are {there}")
-        is_tied = any(m.weight is model.get_input_embeddings().weight for m in matched)
-        require(not is_tied, 2, f"{what} is tied to the embedding: it cannot be merged")
+        require(matched, 2, f"trainer.lora_target_modules: {target!r} is none of the untied linear layers, {names}")
         for m in matched:
             m.__class__, m.scale, m.dropout = LoRALinear, t.lora_alpha / t.lora_rank, t.lora_dropout
             m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(t.lora_rank, m.in_features), a=math.sqrt(5)))
@@ -696,12 +696,8 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
 
 def load_checkpoint(path, policy, optimizer, cfg):
     """In place -> step. Raises RunError 2 where it is of another run, 6 for damaged files. Collective."""
-    there = shards(path)
-    try:
-        state = json.loads((path / "state.json").read_text())
-        wrong = sorted(name for name, _ in state["shards"].items() - there.items())
-    except (OSError, ValueError):
-        wrong = ["state.json"]
+    state, there = json.loads((path / "state.json").read_text()), shards(path)
+    wrong = sorted(name for name, _ in state["shards"].items() - there.items())
     require(not wrong, 6, f"{path}/{', '.join(wrong)} is damaged. Remove {path}, then the one before it is used")
     refuse_other(state["run"], cfg, path)
     policy.extra |= state["extra"]
