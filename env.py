@@ -17,7 +17,6 @@ import importlib
 import inspect
 import json
 import numbers
-import re
 from pathlib import Path
 
 import pydantic
@@ -219,15 +218,18 @@ class MultiTurnEnv(SingleTurnEnv):
 class ToolEnv(MultiTurnEnv):
     """The policy calls Python functions. Results go back to it as text, and so does whatever goes wrong with a call.
 
-    vLLM parses the calls: inference.args.enable_auto_tool_choice = true, tool_call_parser = "hermes" for Qwen. A
-    function that names `state` gets the rollout's; the policy does not see that argument."""
+    Each has type hints, and a docstring that tells what its arguments are (see configs/wiki_search.py); one that names
+    `state` gets the rollout's, which the policy does not see. vLLM parses the calls, with inference.args =
+    { enable_auto_tool_choice = true, tool_call_parser = "hermes" } for Qwen."""
 
     def __init__(self, dataset, tools, max_turns=8, max_output=8192, call_tag="<tool_call>", **kwargs):
+        from transformers.utils import get_json_schema  # takes seconds
+
         super().__init__(dataset, max_turns, **kwargs)
-        for f in tools:
-            getattr(f, "__annotations__", {}).pop("state", None)  # pydantic copies a dict, and refuses most classes
-        self.tools, self.max_output, self.call_tag = [tool_schema(f) for f in tools], max_output, call_tag
+        self.max_output, self.call_tag = max_output, call_tag
         self.functions = {f.__name__: f for f in tools}
+        self.checks = {f.__name__: seen_by_policy(f) for f in tools}
+        self.tools = [get_json_schema(seen) for seen in self.checks.values()]
 
     def is_completed(self, messages, state):
         return not messages[-1].get("tool_calls") and self.call_tag not in messages[-1]["content"]
@@ -241,10 +243,8 @@ class ToolEnv(MultiTurnEnv):
         """request: the policy's call, as vLLM parsed it -> the tool's message. What goes wrong becomes its text."""
         try:
             name, given = request["function"]["name"], json.loads(request["function"]["arguments"] or "{}")
-            if name not in self.functions:
-                raise ValueError(f"there is no tool {name!r}, only {', '.join(self.functions)}")
-            own = {"state": state} if "state" in parameters(self.functions[name]) else {}
-            text = str(await in_thread(checked(self.functions[name]), **given, **own))
+            ensure(name in self.functions, f"there is no tool {name!r}, only {', '.join(self.functions)}")
+            text = str(await call(self.functions[name], **self.checks[name](**given), state=state))
         except pydantic.ValidationError as e:
             text = "error: " + "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in e.errors())
         except (Exception, SystemExit) as e:
@@ -254,20 +254,12 @@ class ToolEnv(MultiTurnEnv):
         return {"role": "tool", "tool_call_id": request.get("id", ""), "content": text[: self.max_output] + rest}
 
 
-checked = functools.cache(pydantic.validate_call)  # a function that compares arguments with its signature
-
-
-def tool_schema(function):
-    """OpenAI's schema of a function, from its signature and docstring ("name: text" or "name (type): text" lines)."""
-    doc, schema = inspect.getdoc(function) or "", pydantic.TypeAdapter(function).json_schema()
-    fields = {name: field for name, field in schema["properties"].items() if name != "state"}
-    for name, field in fields.items():
-        field.pop("title", None)
-        if found := re.search(rf"^\s*{name}(?: \([^)]*\))?: *(.+)$", doc, re.MULTILINE):
-            field["description"] = found[1]
-    schema |= {"properties": fields, "required": [name for name in schema.get("required", []) if name in fields]}
-    about = {"name": function.__name__, "description": re.split(r"\n\s*Args:", doc)[0].strip(), "parameters": schema}
-    return {"type": "function", "function": about}
+def seen_by_policy(function):
+    """A tool as the policy sees it: a function of its arguments but `state`, which checks them and returns a dict."""
+    seen = functools.wraps(function)(lambda **given: given)
+    seen.__signature__ = inspect.Signature([p for p in parameters(function).values() if p.name != "state"])
+    seen.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in ("state", "return")}
+    return pydantic.validate_call(seen)
 
 
 def load_environment(id, args):

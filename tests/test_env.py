@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from conftest import ROOT, all_batches
 from scripted import play
 
 import orchestrator
-from configs import load_config
+from configs import RunError, load_config
 from configs.group_rubric import GroupRubric
 from configs.scoring import score
 from env import (
@@ -178,17 +179,28 @@ def add(a: int, b: int = 1, note: str = "") -> str:
 
     Args:
         a: the first
-        b (int): the second
+        b: the second
+        note: for the log
     """
     return str(a + b)
 
 
 async def shout(text: str, state: dict) -> str:
+    """Make it loud.
+
+    Args:
+        text: what to shout
+    """
     state["shouted"] = text
     return text.upper() * 5000
 
 
 def fails(text: str):
+    """Fails.
+
+    Args:
+        text: of the error
+    """
     raise RuntimeError(f"no {text} \ud800")
 
 
@@ -199,26 +211,86 @@ def calls(*requests):
 
 def test_tool_schemas_come_from_signature_and_docstring():
     schema = ToolEnv(ROWS, [add, shout]).tools
-    assert schema[0]["function"] == {
+    assert schema[0] == {"type": "function", "function": {
         "name": "add", "description": "Add two numbers.",
-        "parameters": {"type": "object", "required": ["a"], "additionalProperties": False, "properties": {
+        "parameters": {"type": "object", "required": ["a"], "properties": {
             "a": {"type": "integer", "description": "the first"},
-            "b": {"type": "integer", "default": 1, "description": "the second"},
-            "note": {"type": "string", "default": ""},
+            "b": {"type": "integer", "description": "the second"},
+            "note": {"type": "string", "description": "for the log"},
         }},
-    }  # fmt: skip
-    assert list(schema[1]["function"]["parameters"]["properties"]) == ["text"]  # state is not the policy's to give
+    }}  # fmt: skip
+    seen = schema[1]["function"]["parameters"]
+    assert list(seen["properties"]) == seen["required"] == ["text"]  # state is not the policy's to give
 
 
-def test_a_tools_state_may_have_any_annotation():
+def test_types_of_a_tools_arguments_are_in_its_schema_and_checked():
+    def look(where: list[str], how: Literal["near", "far"], most: int | None = None, more: dict[str, int] = None):
+        """Look around.
+
+        Args:
+            where: places
+            how: near or far
+            most: at most so many
+            more: weights
+        """
+        return f"{where} {how} {most} {more}"
+
+    env = ToolEnv(ROWS, [look], max_turns=2)
+    assert [
+        {k: v for k, v in field.items() if k != "description"}
+        for field in env.tools[0]["function"]["parameters"]["properties"].values()
+    ] == [
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "string", "enum": ["near", "far"]},
+        {"type": "integer", "nullable": True},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+    ]
+    asked = ['{"where": ["a"], "how": "far", "more": {"x": "2"}}', '{"where": ["a"], "how": "up"}']
+    state, _, _ = play(env, ROWS[0], calls(*(("look", text) for text in asked)), "done")
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts == ["['a'] far None {'x': 2}", "error: how: Input should be 'near' or 'far'"]
+
+
+def test_a_tools_state_may_have_any_annotation_or_none():
     class Notes:
         """A class that pydantic makes no schema of."""
 
-    def note(text: str, state: Notes) -> str:
-        return text + state["answer"]
+        def note(self, text: str, state: "NoSuchName") -> "NoSuchName":  # noqa: F821
+            """Write it down.
 
-    state, _, _ = play(ToolEnv(ROWS, [note], max_turns=2), ROWS[0], calls(("note", '{"text": "a"}')), "done")
-    assert state["completion"][1]["content"] == "a4"
+            Args:
+                text: what
+            """
+            state["notes"] = text
+            return text + state["answer"]
+
+    def bare(state):
+        """Needs nothing."""
+        return state["notes"]
+
+    env = ToolEnv(ROWS, [Notes().note, bare], max_turns=3)
+    said = calls(("note", '{"text": "a"}'), ("bare", ""), ("note", '{"text": "a", "state": {}}'))
+    state, _, _ = play(env, ROWS[0], said, "done")
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts == ["a4", "a", "error: state: Unexpected keyword argument"] and state["notes"] == "a"
+
+
+@pytest.mark.parametrize(("doc", "problem"), [
+    (None, "Cannot generate JSON schema for tool because it has no docstring"),
+    ("Does it.", "for tool because the docstring has no description for the argument 'a'"),
+    ("Does it.\n\nArgs:\n    a: of it\n    b: of it", "Argument b is missing a type hint in function tool"),
+])  # fmt: skip
+def test_what_a_tools_schema_needs_is_told_before_a_server_starts(doc, problem, make_cfg, tmp_path, monkeypatch):
+    (tmp_path / "bare_tool.py").write_text(
+        "from env import ToolEnv\n\n\ndef load_environment():\n"
+        f"    def tool(a: int{', b' if doc and 'b:' in doc else ''}):\n        {doc!r}\n"
+        '    return ToolEnv([{"question": "q"}], [tool])\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bare_tool", raising=False)
+    with pytest.raises(RunError, match=f"env.id = 'bare_tool': .*{problem}.* in load_environment, bare_tool.py:7") as e:
+        orchestrator.prepare(make_cfg("env.id=bare_tool"))
+    assert e.value.code == 4
 
 
 def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
@@ -241,6 +313,11 @@ def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
 
 def test_a_tool_that_ends_the_program_or_an_iteration_does_neither():
     def leaves(code: int) -> str:
+        """Leaves.
+
+        Args:
+            code: 0 for the iteration
+        """
         return sys.exit(code) if code else next(iter(()))
 
     env = ToolEnv(ROWS, [leaves], max_turns=2)
