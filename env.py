@@ -17,7 +17,6 @@ import importlib
 import inspect
 import json
 import numbers
-import re
 from pathlib import Path
 
 import pydantic
@@ -53,30 +52,36 @@ async def in_thread(function, /, *args, **given):
     return await value if inspect.isawaitable(value) else value
 
 
+def pick(function, have):
+    """-> those of `have` that the function names; DataError where it needs another."""
+    wanted = parameters(function)
+    needed = {name for name, p in wanted.items() if p.default is p.empty and "VAR" not in p.kind.name}
+    if missing := sorted(needed - have.keys()):
+        raise DataError(f"{function.__name__}() wants {missing} (groups: configs/group_rubric.py); given: {[*have]}")
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+    return {k: v for k, v in have.items() if takes_all or k in wanted}
+
+
 async def call(function, /, **have):
     """function(**those of `have` that it names), sync or async."""
-    wanted = parameters(function)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-    return await in_thread(function, **{k: v for k, v in have.items() if takes_all or k in wanted})
+    return await in_thread(function, **pick(function, have))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
 def load_rows(source, name="dataset"):
-    """A list of dicts, a JSON Lines file, a Hugging Face dataset, or a function that makes one.
-
-    -> list of dicts with question (text) or prompt (messages; text for base models), and maybe answer, info (a dict,
-    also as JSON text), difficulty, task. Raises DataError that names the first bad row or line."""
+    """A list of dicts, a JSON Lines file, a Hugging Face dataset, or a function that makes one -> a list of dicts with
+    question (text) or prompt (messages; text for base models), and maybe answer, info (a dict, also as JSON text),
+    difficulty, task. Raises DataError that names the first bad row or line."""
     source, checked_rows = source() if callable(source) else source, []
     is_file = isinstance(source, str | Path)
     ensure(not is_file or Path(source).is_file(), f"{name}: no file {source}")
-    rows = Path(source).read_text(encoding="utf-8", errors="replace").split("\n") if is_file else list(source)
+    rows = Path(source).read_text(encoding="utf-8", errors="replace").split("\n") if is_file else source
     for i, row in enumerate(rows):
-        if is_file and not row.strip():
-            continue
         try:
-            checked_rows.append(check_row(json.loads(row) if is_file else row))
+            if not is_file or row.strip():
+                checked_rows.append(check_row(json.loads(row) if is_file else row))
         except ValueError as e:  # JSON's is one, too
             where = f"line {i + 1} of {source}" if is_file else f"{name}[{i}]"
             raise DataError(f"{where}: {e}: {str(row)[:200]}") from None
@@ -88,9 +93,8 @@ def check_row(row):
     """-> the row, its info as a dict; DataError says what is wrong with it."""
     ensure(isinstance(row, dict), "is no dict")
     prompt, info = row.get("prompt") or row.get("question"), row.get("info") or {}
-    ensure(prompt, "has neither 'prompt' nor 'question'")
-    is_messages = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
-    ensure(isinstance(prompt, str) or is_messages, "has a question that is no text, or a prompt of no text or roles")
+    has_roles = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+    ensure(prompt and (isinstance(prompt, str) or has_roles), "needs a question (text) or a prompt (messages or text)")
     info = json.loads(info) if isinstance(info, str) else info
     ensure(isinstance(info, dict), "has an 'info' that is no dict")
     return row | ({"info": info} if "info" in row else {})
@@ -98,45 +102,37 @@ def check_row(row):
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
-PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
 # what metrics.jsonl (after "reward/") and eval.jsonl have of their own, where a function's name would hide it
 TAKEN = set("mean std p10 p50 p90 tokens truncated errors rows seconds step env n k version_first version_last".split())
 
 
-def finite(func, value, num=None):
-    """The value as float or list of floats, `num` of them; raises on anything else. Above 1e6 gradients overflow."""
+def finite(func, value):
+    """The value as float or list of floats; raises on anything else. Above 1e6 gradients overflow."""
     values = value if isinstance(value, list) else [value]
-    is_right = values and all(isinstance(v, numbers.Real) and abs(v) <= 1e6 for v in values)  # nan is not
-    if not is_right or len(values) != (num or len(values)):
-        wanted = f"no finite number within 1e6{f' for each of {num}' if num else ''}"
-        raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, {wanted}")
+    if not values or not all(isinstance(v, numbers.Real) and abs(v) <= 1e6 for v in values):  # nan is not
+        raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, no finite number within 1e6")
     return [float(v) for v in value] if isinstance(value, list) else float(value)
 
 
 class Rubric:
-    """Reward = sum of weight x function. A weight is a number (0 only logs) or a function of the step.
+    """Reward = sum of weight x function, of `funcs` and of all in `rubrics`. A weight is a number (0 only logs) or a
+    function of the step. Functions name what they want of the state, of `objects`, or state, parser. A list is a reward
+    per turn, for credit by turn. What raises, or returns no finite number, loses its rollout, and is never 0."""
 
-    Functions name what they want of the state, of `objects`, or state, parser. One that names a plural (completions,
-    states, ...) sees a whole group and returns a number for each rollout. A list is a reward per turn, for credit by
-    turn. What raises, or returns no finite number, loses its rollouts: they count as errors, never as 0."""
-
-    def __init__(self, funcs=(), weights=None, parser=None, **objects):
+    def __init__(self, funcs=(), weights=None, parser=None, rubrics=(), **objects):
         weights = [1.0] * len(funcs) if weights is None else weights
         ensure(len(weights) == len(funcs), f"Rubric: {len(weights)} weights for {len(funcs)} functions")
-        self.parts, self.objects = [], objects | ({"parser": parser} if parser else {})
-        for func, weight in zip(funcs, weights):
-            self.add_reward_func(func, weight)
-
-    def add_reward_func(self, func, weight=1.0, objects=None):
-        """DataError where another function, or a number of the run, has its name."""
-        name, taken = func.__name__, TAKEN | {f.__name__ for f, *_ in self.parts}
-        ensure(name not in taken, f"Rubric: another function, or a number of the run, is called {name!r} as well")
-        self.parts.append((func, weight, self.objects if objects is None else objects))
+        objects |= {"parser": parser} if parser else {}
+        self.parts = [(func, weight, objects) for func, weight in zip(funcs, weights)]
+        self.parts += [part for rubric in rubrics for part in rubric.parts]
+        names = [func.__name__ for func, *_ in self.parts]
+        taken = {name for name in names if name in TAKEN or names.count(name) > 1}
+        ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)} as well")
 
     async def score(self, state):
-        """HACK HERE -> reward (a number, or a list with one per turn), {function: value}. Functions of one rollout."""
+        """HACK HERE -> reward (a number, or a list with one per turn), {function: value}."""
         whole, turns, metrics = 0.0, None, {}
-        for func, weight, objects in [part for part in self.parts if PLURALS.isdisjoint(parameters(part[0]))]:
+        for func, weight, objects in self.parts:
             value = finite(func, await call(func, **state | objects | {"state": state}))
             w = float(weight(state["step"]) if callable(weight) else weight)
             if isinstance(value, list):
@@ -147,25 +143,13 @@ class Rubric:
         return whole if turns is None else [*turns[:-1], turns[-1] + whole], metrics
 
     async def score_group(self, states):
-        """-> [(number to add to the reward, {function: value}) per state], or [] without functions of a group."""
-        parts = [part for part in self.parts if states and PLURALS & set(parameters(part[0]))]
-        scores = [[0.0, {}] for _ in states if parts]
-        for func, weight, objects in parts:
-            have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}
-            values = await call(func, **states[0] | objects | have)
-            w = float(weight(states[0]["step"]) if callable(weight) else weight)
-            for score, value in zip(scores, finite(func, list(values), len(states))):
-                score[0] += w * value
-                score[1][func.__name__] = value
-        return scores
+        """HACK HERE, after score, for the rollouts of a row -> [(number to add, {function: value}) for each], or []."""
+        return []
 
 
 def RubricGroup(rubrics):
     """One rubric with the functions of several."""
-    whole = Rubric()
-    for part in [part for rubric in rubrics for part in rubric.parts]:
-        whole.add_reward_func(*part)
-    return whole
+    return Rubric(rubrics=rubrics)
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -179,11 +163,9 @@ class SingleTurnEnv:
         self.eval_dataset = None if eval_dataset is None else load_rows(eval_dataset, "eval_dataset")
         self.rubric, self.parser, self.tools = rubric or Rubric(), parser, None
         self.head = [{"role": "system", "content": system_prompt}] * bool(system_prompt) + list(few_shot)
-        known = {*self.start(self.dataset[0]), *PLURALS, "state"}
-        for func, _, objects in self.rubric.parts if type(self) is SingleTurnEnv else ():  # others may add to the state
-            needed = {p.name for p in parameters(func).values() if p.default is p.empty and "VAR" not in p.kind.name}
-            wrong = sorted(needed - known - set(objects))
-            ensure(not wrong, f"reward function {func.__name__} wants {wrong}; there are {sorted(known)}")
+        is_plain = type(self) is SingleTurnEnv and type(self.rubric) is Rubric  # others may have more to give
+        for func, _, objects in self.rubric.parts if is_plain else ():
+            pick(func, self.start(self.dataset[0]) | objects | {"state": None})
 
     def start(self, row):
         """-> the state of a new rollout."""
@@ -214,8 +196,7 @@ class MultiTurnEnv(SingleTurnEnv):
         """Before the first turn: changes the state, or returns entries for it."""
 
     def is_completed(self, messages, state):
-        """After each message of the policy; messages: all up to it."""
-        return False
+        """After each message of the policy; messages: all up to it -> is that the end?"""
 
     def env_response(self, messages, state):
         """HACK HERE: the environment's answer to the last message -> list of messages, or (list, state)."""
@@ -231,22 +212,24 @@ class MultiTurnEnv(SingleTurnEnv):
                 return
             reply = await call(self.env_response, **have)
             reply, new = reply if isinstance(reply, tuple) else (reply, {})
-            state.update(new)
-            state["completion"] += reply
+            state.update(new, completion=state["completion"] + reply)
 
 
 class ToolEnv(MultiTurnEnv):
     """The policy calls Python functions. Results go back to it as text, and so does whatever goes wrong with a call.
 
-    vLLM parses the calls: inference.args.enable_auto_tool_choice = true, tool_call_parser = "hermes" for Qwen. A
-    function that names `state` gets the rollout's; the policy does not see that argument."""
+    Each has type hints, and a docstring that tells what its arguments are (see configs/wiki_search.py); one that names
+    `state` gets the rollout's, which the policy does not see. vLLM parses the calls, with inference.args =
+    { enable_auto_tool_choice = true, tool_call_parser = "hermes" } for Qwen."""
 
     def __init__(self, dataset, tools, max_turns=8, max_output=8192, call_tag="<tool_call>", **kwargs):
+        from transformers.utils import get_json_schema  # takes seconds
+
         super().__init__(dataset, max_turns, **kwargs)
-        for f in tools:
-            getattr(f, "__annotations__", {}).pop("state", None)  # pydantic copies a dict, and refuses most classes
-        self.tools, self.max_output, self.call_tag = [tool_schema(f) for f in tools], max_output, call_tag
+        self.max_output, self.call_tag = max_output, call_tag
         self.functions = {f.__name__: f for f in tools}
+        self.checks = {f.__name__: seen_by_policy(f) for f in tools}
+        self.tools = [get_json_schema(seen) for seen in self.checks.values()]
 
     def is_completed(self, messages, state):
         return not messages[-1].get("tool_calls") and self.call_tag not in messages[-1]["content"]
@@ -260,10 +243,8 @@ class ToolEnv(MultiTurnEnv):
         """request: the policy's call, as vLLM parsed it -> the tool's message. What goes wrong becomes its text."""
         try:
             name, given = request["function"]["name"], json.loads(request["function"]["arguments"] or "{}")
-            if name not in self.functions:
-                raise ValueError(f"there is no tool {name!r}, only {', '.join(self.functions)}")
-            own = {"state": state} if "state" in parameters(self.functions[name]) else {}
-            text = str(await in_thread(checked(self.functions[name]), **given, **own))
+            ensure(name in self.functions, f"there is no tool {name!r}, only {', '.join(self.functions)}")
+            text = str(await call(self.functions[name], **self.checks[name](**given), state=state))
         except pydantic.ValidationError as e:
             text = "error: " + "; ".join(f"{'.'.join(map(str, x['loc']))}: {x['msg']}" for x in e.errors())
         except (Exception, SystemExit) as e:
@@ -273,20 +254,12 @@ class ToolEnv(MultiTurnEnv):
         return {"role": "tool", "tool_call_id": request.get("id", ""), "content": text[: self.max_output] + rest}
 
 
-checked = functools.cache(pydantic.validate_call)  # a function that compares arguments with its signature
-
-
-def tool_schema(function):
-    """OpenAI's schema of a function, from its signature and docstring ("name: text" or "name (type): text" lines)."""
-    doc, schema = inspect.getdoc(function) or "", pydantic.TypeAdapter(function).json_schema()
-    fields = {name: field for name, field in schema["properties"].items() if name != "state"}
-    for name, field in fields.items():
-        field.pop("title", None)
-        if found := re.search(rf"^\s*{name}(?: \([^)]*\))?: *(.+)$", doc, re.MULTILINE):
-            field["description"] = found[1]
-    schema |= {"properties": fields, "required": [name for name in schema.get("required", []) if name in fields]}
-    about = {"name": function.__name__, "description": re.split(r"\n\s*Args:", doc)[0].strip(), "parameters": schema}
-    return {"type": "function", "function": about}
+def seen_by_policy(function):
+    """A tool as the policy sees it: a function of its arguments but `state`, which checks them and returns a dict."""
+    seen = functools.wraps(function)(lambda **given: given)
+    seen.__signature__ = inspect.Signature([p for p in parameters(function).values() if p.name != "state"])
+    seen.__annotations__ = {k: v for k, v in function.__annotations__.items() if k not in ("state", "return")}
+    return pydantic.validate_call(seen)
 
 
 def load_environment(id, args):

@@ -59,7 +59,7 @@ def told(function):
     async def wrapper(*args, **kwargs):
         try:
             value = await off_loop(function)(*args, **kwargs)
-            return finite(function, list(value) if isinstance(value, list | tuple) else value, None)
+            return finite(function, list(value) if isinstance(value, list | tuple) else value)
         except Exception as e:
             FAILED.get().append(e)
             raise

@@ -15,7 +15,8 @@ from tiny_model import as_template_sees
 import orchestrator
 import trainer
 from configs import RunError, load_config
-from env import Rubric, ToolEnv, Truncated
+from configs.group_rubric import GroupRubric
+from env import ToolEnv, Truncated
 
 REWARDS = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1", "true": True,
@@ -44,6 +45,11 @@ class Chaos:
 
     def environment(self):
         def number(a: int) -> str:
+            """A number as text.
+
+            Args:
+                a: the number
+            """
             if a == 1:
                 raise RuntimeError("the tool raises")
             return "\ud800" + "long " * 4000 if self.bad() else str(a)
@@ -62,7 +68,7 @@ class Chaos:
             return [1.0] * (len(completions) - (self.bad() and self.bad()))
 
         rows = [{"question": f"row {i}"} for i in range(17)]
-        rubric = Rubric([reward, of_group][: self.rng.choice([1, 2])])
+        rubric = GroupRubric([reward, of_group][: self.rng.choice([1, 2])])
         return ToolEnv(rows, [number], max_turns=3, max_output=40, rubric=rubric)
 
     async def post(self, client, server, path, body):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from conftest import ROOT, all_batches
 from scripted import play
 
 import orchestrator
-from configs import load_config
+from configs import RunError, load_config
+from configs.group_rubric import GroupRubric
 from configs.scoring import score
 from env import (
     DataError,
@@ -93,11 +95,11 @@ def test_weights_by_step_and_groups_of_rubrics():
     state, reward, metrics = play(env, ROWS[0], "4")
     assert reward == 1.25 and metrics == {"right": 1.0, "short": 1.0, "style": 0.5}
     assert asyncio.run(rubric.score(state | {"step": 3}))[0] == 4.25
-    rubric = Rubric([right, lambda completions: [1.0] * len(completions)], np.array([0.5, 0.25], "f4"))
+    rubric = GroupRubric([right, lambda completions: [1.0] * len(completions)], np.array([0.5, 0.25], "f4"))
     state, reward, _ = play(SingleTurnEnv(ROWS, rubric=rubric), ROWS[0], "4")  # rewards are written as JSON
     (added, _) = asyncio.run(rubric.score_group([state]))[0]
     assert (reward, added) == (0.5, 0.25) and type(reward) is type(added) is float
-    with pytest.raises(ValueError, match="another function, or a number of the run, is called 'right'"):
+    with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'. as well"):
         RubricGroup([rubric, Rubric([right])])
 
 
@@ -108,7 +110,7 @@ def test_no_function_hides_a_number_of_the_run():
             return 1.0
 
         function.__name__ = name
-        with pytest.raises(ValueError, match=f"is called '{name}'"):
+        with pytest.raises(DataError, match=f"is called .'{name}'"):
             Rubric([function])
 
 
@@ -123,18 +125,32 @@ def test_functions_of_a_group_see_all_its_rollouts():
     def alone(completion):
         return 1.0
 
-    rubric = Rubric([best, alone, names_states], [2.0, 1.0, 0.1])
+    rubric = GroupRubric([best, names_states], [2.0, 0.1], rubrics=[Rubric([alone])])
     env = SingleTurnEnv(ROWS, rubric=rubric)
     states = [play(env, ROWS[0], text)[0] for text in ("a", "bbb", "cc")]
     assert asyncio.run(rubric.score(states[0])) == (1.0, {"alone": 1.0})
     scores = asyncio.run(rubric.score_group(states))
     assert [reward for reward, _ in scores] == pytest.approx([0.1, 2.1, 0.1])
     assert scores[1][1] == {"best": 1.0, "names_states": 1.0}
-    assert asyncio.run(Rubric([alone]).score_group(states)) == []
-    with pytest.raises(ValueError, match="for each of 3"):
-        asyncio.run(Rubric([lambda states: [1.0]]).score_group(states))
-    with pytest.raises(ValueError, match="no finite number"):
-        asyncio.run(Rubric([lambda states: [1.0, None, 2.0]]).score_group(states))
+    for kind in (Rubric, GroupRubric):
+        assert asyncio.run(kind([alone]).score_group(states)) == []
+    wrong = {"no number for each of 3": [[1.0], 1.0], "no finite number": [[1.0, None, 2.0], None]}
+    for problem, values in wrong.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"reward function <lambda> returned .*{problem}"):
+                asyncio.run(GroupRubric([lambda states: value]).score_group(states))
+
+
+def test_a_function_of_a_group_in_a_plain_rubric_is_told_where_it_belongs():
+    def best(completions):
+        return [1.0 for _ in completions]
+
+    wants = r"best\(\) wants \['completions'\] \(groups: configs/group_rubric.py\)"
+    for rubric in (Rubric([best]), RubricGroup([GroupRubric([best])])):
+        with pytest.raises(DataError, match=wants):
+            SingleTurnEnv(ROWS, rubric=rubric)
+        with pytest.raises(DataError, match=wants):  # whose setup_state may add anything, so it is told when it runs
+            play(MultiTurnEnv(ROWS, max_turns=1, rubric=rubric), ROWS[0], "x")
 
 
 def test_rewards_by_turn_add_up_and_the_rest_counts_at_the_last_turn():
@@ -163,17 +179,28 @@ def add(a: int, b: int = 1, note: str = "") -> str:
 
     Args:
         a: the first
-        b (int): the second
+        b: the second
+        note: for the log
     """
     return str(a + b)
 
 
 async def shout(text: str, state: dict) -> str:
+    """Make it loud.
+
+    Args:
+        text: what to shout
+    """
     state["shouted"] = text
     return text.upper() * 5000
 
 
 def fails(text: str):
+    """Fails.
+
+    Args:
+        text: of the error
+    """
     raise RuntimeError(f"no {text} \ud800")
 
 
@@ -184,26 +211,86 @@ def calls(*requests):
 
 def test_tool_schemas_come_from_signature_and_docstring():
     schema = ToolEnv(ROWS, [add, shout]).tools
-    assert schema[0]["function"] == {
+    assert schema[0] == {"type": "function", "function": {
         "name": "add", "description": "Add two numbers.",
-        "parameters": {"type": "object", "required": ["a"], "additionalProperties": False, "properties": {
+        "parameters": {"type": "object", "required": ["a"], "properties": {
             "a": {"type": "integer", "description": "the first"},
-            "b": {"type": "integer", "default": 1, "description": "the second"},
-            "note": {"type": "string", "default": ""},
+            "b": {"type": "integer", "description": "the second"},
+            "note": {"type": "string", "description": "for the log"},
         }},
-    }  # fmt: skip
-    assert list(schema[1]["function"]["parameters"]["properties"]) == ["text"]  # state is not the policy's to give
+    }}  # fmt: skip
+    seen = schema[1]["function"]["parameters"]
+    assert list(seen["properties"]) == seen["required"] == ["text"]  # state is not the policy's to give
 
 
-def test_a_tools_state_may_have_any_annotation():
+def test_types_of_a_tools_arguments_are_in_its_schema_and_checked():
+    def look(where: list[str], how: Literal["near", "far"], most: int | None = None, more: dict[str, int] = None):
+        """Look around.
+
+        Args:
+            where: places
+            how: near or far
+            most: at most so many
+            more: weights
+        """
+        return f"{where} {how} {most} {more}"
+
+    env = ToolEnv(ROWS, [look], max_turns=2)
+    assert [
+        {k: v for k, v in field.items() if k != "description"}
+        for field in env.tools[0]["function"]["parameters"]["properties"].values()
+    ] == [
+        {"type": "array", "items": {"type": "string"}},
+        {"type": "string", "enum": ["near", "far"]},
+        {"type": "integer", "nullable": True},
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+    ]
+    asked = ['{"where": ["a"], "how": "far", "more": {"x": "2"}}', '{"where": ["a"], "how": "up"}']
+    state, _, _ = play(env, ROWS[0], calls(*(("look", text) for text in asked)), "done")
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts == ["['a'] far None {'x': 2}", "error: how: Input should be 'near' or 'far'"]
+
+
+def test_a_tools_state_may_have_any_annotation_or_none():
     class Notes:
         """A class that pydantic makes no schema of."""
 
-    def note(text: str, state: Notes) -> str:
-        return text + state["answer"]
+        def note(self, text: str, state: "NoSuchName") -> "NoSuchName":  # noqa: F821
+            """Write it down.
 
-    state, _, _ = play(ToolEnv(ROWS, [note], max_turns=2), ROWS[0], calls(("note", '{"text": "a"}')), "done")
-    assert state["completion"][1]["content"] == "a4"
+            Args:
+                text: what
+            """
+            state["notes"] = text
+            return text + state["answer"]
+
+    def bare(state):
+        """Needs nothing."""
+        return state["notes"]
+
+    env = ToolEnv(ROWS, [Notes().note, bare], max_turns=3)
+    said = calls(("note", '{"text": "a"}'), ("bare", ""), ("note", '{"text": "a", "state": {}}'))
+    state, _, _ = play(env, ROWS[0], said, "done")
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts == ["a4", "a", "error: state: Unexpected keyword argument"] and state["notes"] == "a"
+
+
+@pytest.mark.parametrize(("doc", "problem"), [
+    (None, "Cannot generate JSON schema for tool because it has no docstring"),
+    ("Does it.", "for tool because the docstring has no description for the argument 'a'"),
+    ("Does it.\n\nArgs:\n    a: of it\n    b: of it", "Argument b is missing a type hint in function tool"),
+])  # fmt: skip
+def test_what_a_tools_schema_needs_is_told_before_a_server_starts(doc, problem, make_cfg, tmp_path, monkeypatch):
+    (tmp_path / "bare_tool.py").write_text(
+        "from env import ToolEnv\n\n\ndef load_environment():\n"
+        f"    def tool(a: int{', b' if doc and 'b:' in doc else ''}):\n        {doc!r}\n"
+        '    return ToolEnv([{"question": "q"}], [tool])\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "bare_tool", raising=False)
+    with pytest.raises(RunError, match=f"env.id = 'bare_tool': .*{problem}.* in load_environment, bare_tool.py:7") as e:
+        orchestrator.prepare(make_cfg("env.id=bare_tool"))
+    assert e.value.code == 4
 
 
 def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
@@ -226,6 +313,11 @@ def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
 
 def test_a_tool_that_ends_the_program_or_an_iteration_does_neither():
     def leaves(code: int) -> str:
+        """Leaves.
+
+        Args:
+            code: 0 for the iteration
+        """
         return sys.exit(code) if code else next(iter(()))
 
     env = ToolEnv(ROWS, [leaves], max_turns=2)
@@ -280,10 +372,10 @@ def test_rows_come_from_lists_files_and_hugging_face(tmp_path):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     state = SingleTurnEnv(ROWS, system_prompt="S", few_shot=chat).start(ROWS[0])
     assert [m["content"] for m in state["prompt"]] == ["S", "q", "a", "2 + 2?"]
-    bad = {"is no dict": "text", "neither 'prompt' nor": {"answer": "1"}, "no text": {"question": 3},
-           "roles": {"prompt": [1]},
-           "no dict": {"question": "a", "info": [1]}, "Expecting": {"question": "a", "info": "{"}}  # fmt: skip
-    for problem, row in bad.items():
+    needs = r"needs a question \(text\) or a prompt \(messages or text\)"
+    bad = {"is no dict": ["text"], needs: [{"answer": "1"}, {"question": 3}, {"prompt": [1]}, {"question": ""}],
+           "no dict": [{"question": "a", "info": [1]}], "Expecting": [{"question": "a", "info": "{"}]}  # fmt: skip
+    for problem, row in [(problem, row) for problem, found in bad.items() for row in found]:
         with pytest.raises(DataError, match=rf"dataset\[2\].*{problem}"):
             SingleTurnEnv([*ROWS, *ROWS, row])
     (tmp_path / "broken.jsonl").write_text('{"question": "a"}\n{"question"\n')
@@ -341,7 +433,7 @@ def test_score_without_a_server():
     def first(completions):
         return [float(i == 0) for i in range(len(completions))]
 
-    env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=Rubric([exact, first], [1.0, 0.5]))
+    env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=GroupRubric([exact, first], [1.0, 0.5]))
     asked = "2 + 2?"
     messages = [{"role": "user", "content": asked}]
     rewards = score(env, [asked, messages, asked, env.start(ROWS[0])["prompt"]], ["4", "4", "5", messages[:0] + [
@@ -356,7 +448,7 @@ def test_score_without_a_server_where_a_function_of_the_group_raises_and_of_text
     def broken(completions):
         raise KeyError(len(completions))
 
-    env = SingleTurnEnv(ROWS, rubric=Rubric([broken]))
+    env = SingleTurnEnv(ROWS, rubric=GroupRubric([broken]))
     assert score(env, ["2 + 2?", "2 + 2?"], ["4", "5"]) == [None, None] and "KeyError: 2" in capsys.readouterr().err
 
     def whole(completion, prompt):
@@ -383,13 +475,13 @@ def test_bad_rubrics_and_no_rows_are_named():
     def right(completion, reply, **more):
         return 1.0
 
-    with pytest.raises(ValueError, match=r"reward function right wants \['reply'\]; there are \['answer', 'answers', "):
+    with pytest.raises(ValueError, match=r"right\(\) wants \['reply'\] .*; given: \['prompt', 'answer', "):
         SingleTurnEnv(ROWS, rubric=Rubric([right]))
     MultiTurnEnv(ROWS, rubric=Rubric([right]))  # its setup_state may add it
     SingleTurnEnv(ROWS, rubric=Rubric([right], reply=1))
     with pytest.raises(ValueError, match="2 weights for 1 func"):
         Rubric([len], [1, 2])
-    with pytest.raises(ValueError, match="a number of the run, is called '<lambda>'"):
+    with pytest.raises(ValueError, match="a number of the run, is called .'<lambda>'"):
         Rubric([lambda: 1, lambda: 0])
 
 

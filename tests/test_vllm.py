@@ -320,7 +320,11 @@ def test_canonical_text_never_forks_and_a_forced_tokenization_forks_once(connect
 
 
 def double(a: int) -> str:
-    """Double a number."""
+    """Double a number.
+
+    Args:
+        a: the number
+    """
     return str(2 * a)
 
 

@@ -97,7 +97,11 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
 
 
 def double(a: int) -> int:
-    """Twice a."""
+    """Twice a.
+
+    Args:
+        a: a number
+    """
     return 2 * a
 
 
