@@ -42,13 +42,10 @@ parameters = functools.cache(lambda function: inspect.signature(function).parame
 async def in_thread(function, /, *args, **given):
     """Calls it where slow code delays nobody, and awaits what it returns if that is a coroutine's."""
 
-    def work():
-        try:
-            return function(*args, **given)
-        except StopIteration as e:  # of next(): a future takes none, and who waits for it would wait for ever
-            raise RuntimeError(f"StopIteration {e}").with_traceback(e.__traceback__) from None
+    def work():  # a generator turns StopIteration, for which a future would wait for ever, into RuntimeError (PEP 479)
+        yield function(*args, **given)
 
-    value = await asyncio.to_thread(work)
+    value = await asyncio.to_thread(next, work())
     return await value if inspect.isawaitable(value) else value
 
 

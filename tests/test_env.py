@@ -323,7 +323,7 @@ def test_a_tool_that_ends_the_program_or_an_iteration_does_neither():
     env = ToolEnv(ROWS, [leaves], max_turns=2)
     state, _, _ = play(env, ROWS[0], calls(("leaves", '{"code": 3}'), ("leaves", '{"code": 0}')), "done")
     texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
-    assert texts == ["error: SystemExit: 3", "error: RuntimeError: StopIteration "]
+    assert texts == ["error: SystemExit: 3", "error: RuntimeError: generator raised StopIteration"]
 
 
 def test_calls_that_the_server_cannot_read_go_back_as_text():
