@@ -543,7 +543,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver; called with one dict."""
+    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver (configs/vllm_cpu.py has one for CPUs)."""
 
     def join_weight_group(self, spec):
         store = dist.TCPStore(spec["host"], spec["port"], None, False, timedelta(seconds=spec["timeout_s"]), False)
@@ -555,12 +555,6 @@ class WeightReceiver:
             (path, *about), tensors = spec["adapter"], dict(weights)
             return write_adapter(Path(path), tensors, *about) if self.rank == 0 else None
         self.reload_weights(weights_iterator=weights)
-        for module in self.model_runner.model.modules() if self.device.type == "cpu" else ():
-            method = getattr(module, "quant_method", None)  # vLLM 0.32 does not pack again what it packs for a CPU:
-            if getattr(method, "moe_kernel", None):  # experts,
-                method.moe_kernel.fused_experts.process_weights_after_loading(module)
-            elif module is getattr(self.model_runner.model, "lm_head", None):  # and a tied head
-                method.process_weights_after_loading(module)
 
 
 def score(policy, rows, firsts=()):

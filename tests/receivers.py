@@ -1,6 +1,6 @@
 """Receivers that fail on purpose, for tests/test_vllm.py."""
 
-from trainer import WeightReceiver
+from configs.vllm_cpu import WeightReceiver
 
 
 class StaleHead(WeightReceiver):
