@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BASE, ROOT, free_port, lines, make_samples, run_trainer, some
+from conftest import BASE, ROOT, lines, make_samples, run_trainer, some
 from ranks import replays
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -701,27 +701,11 @@ def test_a_misspelled_function_is_told_before_a_model_is_loaded(key, name, messa
     assert e.value.code == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("override, code", [("trainer.learning_rate=1e-4", 2), ("trainer.sync_backend=gloo", 0)])
-def test_ranks_of_different_configurations_are_refused(override, code, make_cfg, tmp_path):
-    """Each node has a command line of its own; launch.sh may add how the first one sends weights."""
-    make_cfg()
-    saved, port, ranks = write_batches(tmp_path / "saved", 1), str(free_port()), []
-    for rank, more in (("0", [override]), ("1", [])):
-        env = os.environ | {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, ROOT / "trainer.py", tmp_path / "test.toml", "--replay", saved, *more]
-        command += [f"output_dir={tmp_path}"]
-        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True))
-    for process in ranks:
-        said = process.communicate(timeout=60)[1]
-        assert process.returncode == code and ("not the same on all ranks" in said) == (code == 2), said
-
-
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(make_cfg, monkeypatch):
     """A driver too old for this build of torch; a build for CPUs was asked for."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(RunError, match="finds no GPU, but CUDA_VISIBLE_DEVICES = 0: is the driver too old") as e:
+    with pytest.raises(RunError, match="finds no GPU, though CUDA_VISIBLE_DEVICES is set: is the driver too old") as e:
         trainer.start_distributed(make_cfg())
     assert e.value.code == 2
 
@@ -864,47 +848,6 @@ def test_a_checkpoint_before_any_step_has_succeeded_loads(make_cfg, tmp_path):
     again = adamw(policy)
     assert trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", policy, again, cfg) == 1
     assert not any(again.state.values())
-
-
-class Averaged(torch.optim.Optimizer):
-    """Averages its iterates with weights that it counts in its groups, as Schedule-Free AdamW does (2405.15682)."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr, "steps": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["steps"] += 1
-            for p in group["params"]:
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z.sub_(p.grad, alpha=group["lr"]), 1 / group["steps"])
-
-
-def averaged(params, t):
-    return Averaged(params, t.learning_rate)
-
-
-def test_an_optimizers_own_counters_are_resumed(make_cfg, tmp_path):
-    cfg = make_cfg("trainer.optimizer=test_trainer:averaged", "trainer.learning_rate=1", "trainer.updates_per_batch=2")
-    batch = batch_of(tmp_path, make_samples())
-    (tmp_path / "checkpoints").mkdir()
-
-    def weights(stop):
-        policy = trainer.build_policy(cfg)
-        optimizer = trainer.make_optimizer(policy, cfg.trainer)
-        for step in range(4):
-            if step == stop:
-                trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg, {})
-                policy = trainer.build_policy(cfg)
-                optimizer = trainer.make_optimizer(policy, cfg.trainer)
-                trainer.load_checkpoint(tmp_path / "checkpoints" / f"step_{step:06d}", policy, optimizer, cfg)
-            trainer.train_step(policy, optimizer, batch, step, cfg)
-        assert optimizer.param_groups[0]["steps"] == 8
-        return {name: trainer.full(p.detach()).clone() for name, p in trainer.trained(policy).items()}
-
-    in_one_go, resumed = weights(None), weights(2)
-    assert all(torch.equal(w, resumed[name]) for name, w in in_one_go.items())
 
 
 @pytest.mark.parametrize("how", ["truncated", "missing"])
