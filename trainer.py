@@ -567,11 +567,11 @@ def compare(logp_N, other_N, t, most, code, what):
     """-> the largest and the mean |dlogp|, in nats. RunError where in fp32 the largest is above 1e-3, or in 16 bits the
     mean above `most`."""
     diff_N = (logp_N[: len(other_N)] - other_N).abs()
-    largest, average = diff_N.max().item(), diff_N.mean().item()
-    value, limit = (largest, 1e-3) if t.dtype == "fp32" else (average, most)
-    what += f": {largest:.2g} nats at most, {average:.2g} on average"
-    require(value <= (t.max_sync_dlogp or limit), code, f"{what}; {t.max_sync_dlogp or limit:g} may be")
-    return {"sync/dlogp_max": largest, "sync/dlogp_mean": average}
+    numbers = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
+    key, usual = ("sync/dlogp_max", 1e-3) if t.dtype == "fp32" else ("sync/dlogp_mean", most)
+    is_close = numbers[key] <= (limit := t.max_sync_dlogp or usual)
+    require(is_close, code, f"{what}: {numbers}, in nats; {key} may be {limit:g}")
+    return numbers
 
 
 def random_rows(policy, cfg):
