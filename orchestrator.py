@@ -137,7 +137,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
 
 def culprit(error, most=200):
     """-> type and text of an error, and the line of the user's code where it arose."""
-    ours = ("/lib/python", "/env.py", "/orchestrator.py", "<frozen")
+    ours = ("/lib/python", "/env.py", "/tool_env.py", "/orchestrator.py", "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     where = f" in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {str(error)[:most]}{where}"

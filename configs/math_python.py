@@ -8,7 +8,8 @@ from pathlib import Path
 from configs.gsm8k import number
 from configs.parsers import extract_boxed_answer
 from configs.sandbox import Sandbox
-from env import DataError, Rubric, ToolEnv, load_rows
+from configs.tool_env import ToolEnv
+from env import DataError, Rubric, load_rows
 
 FORMS = ["{a}*{b}+{c}", "{a}*{b}-{c}", "{a}+{b}*{c}", "{a}-{b}*{c}", "({a}+{b})*{c}", "({a}-{b})*{c}"]
 # Of the toy model's vocabulary: frequent strings, as a trained tokenizer has them. The rest is spelled out.

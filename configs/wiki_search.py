@@ -7,7 +7,8 @@ import json
 import random
 from pathlib import Path
 
-from env import DataError, Rubric, ToolEnv, load_rows
+from configs.tool_env import ToolEnv
+from env import DataError, Rubric, load_rows
 
 PAGES, EVAL_PAGES, TOP = 200, 40, 3
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"

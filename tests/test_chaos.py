@@ -16,7 +16,8 @@ import orchestrator
 import trainer
 from configs import RunError, load_config
 from configs.group_rubric import GroupRubric
-from env import ToolEnv, Truncated
+from configs.tool_env import ToolEnv
+from env import Truncated
 
 REWARDS = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1", "true": True,

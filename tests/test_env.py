@@ -18,13 +18,13 @@ import orchestrator
 from configs import RunError, load_config
 from configs.group_rubric import GroupRubric
 from configs.scoring import score
+from configs.tool_env import ToolEnv
 from env import (
     DataError,
     MultiTurnEnv,
     Rubric,
     RubricGroup,
     SingleTurnEnv,
-    ToolEnv,
     Truncated,
     call,
     load_environment,
@@ -282,7 +282,7 @@ def test_a_tools_state_may_have_any_annotation_or_none():
 ])  # fmt: skip
 def test_what_a_tools_schema_needs_is_told_before_a_server_starts(doc, problem, make_cfg, tmp_path, monkeypatch):
     (tmp_path / "bare_tool.py").write_text(
-        "from env import ToolEnv\n\n\ndef load_environment():\n"
+        "from configs.tool_env import ToolEnv\n\n\ndef load_environment():\n"
         f"    def tool(a: int{', b' if doc and 'b:' in doc else ''}):\n        {doc!r}\n"
         '    return ToolEnv([{"question": "q"}], [tool])\n'
     )

@@ -345,7 +345,8 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_p
     from transformers import AutoTokenizer
 
     from configs.judge import Judge
-    from env import Rubric, ToolEnv
+    from configs.tool_env import ToolEnv
+    from env import Rubric
 
     cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=90")
     tokenizer, samples = AutoTokenizer.from_pretrained(cfg.run.model), []

@@ -4,7 +4,8 @@ import random
 import threading
 import time
 
-from env import MultiTurnEnv, Rubric, SingleTurnEnv, ToolEnv
+from configs.tool_env import ToolEnv
+from env import MultiTurnEnv, Rubric, SingleTurnEnv
 
 KEEPS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -4,6 +4,7 @@ import verifiers as vf
 from datasets import Dataset
 
 import env as ours
+from configs.tool_env import ToolEnv
 
 ROWS = [{"question": f"row {i}", "answer": str(i), "info": {"number": i}} for i in range(13)]
 
@@ -68,7 +69,7 @@ def load_environment(kind="single"):
             return vf.ToolEnv(**data, tools=[double], rubric=rubric, max_turns=3)
         case "our tool":
             # verifiers takes a call that the server cannot read for an answer; ours would tell the policy
-            return ours.ToolEnv(**mine, tools=[double], rubric=same, max_turns=3, call_tag="never")
+            return ToolEnv(**mine, tools=[double], rubric=same, max_turns=3, call_tag="never")
         case "raises":
             return vf.SingleTurnEnv(**data, rubric=vf.RubricGroup([rubric, vf.Rubric([sometimes])]))
         case "nothing":
