@@ -143,7 +143,6 @@ def build_policy(cfg):
     from torch.distributed import fsdp
 
     t, world, kind = cfg.trainer, dist.get_world_size(), "cuda" if torch.cuda.is_available() else "cpu"
-    require(world % t.replicas == 0, 2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
     torch.manual_seed(cfg.run.seed)  # every rank draws the same adapters
     model = load_model(cfg)
     if t.use_lora:
@@ -161,10 +160,8 @@ def build_policy(cfg):
     if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
-        # Sharded in a node, copied across.
-        mesh = dist.init_device_mesh(kind, (t.replicas, world // t.replicas), mesh_dim_names=("replicate", "shard"))
-        how = {"mesh": mesh if t.replicas > 1 else mesh["shard"]}
-        how |= {"offload_policy": fsdp.CPUOffloadPolicy()} if t.offload_optimizer and kind == "cuda" else {}
+        is_plain = t.replicas == 1 and not t.offload_optimizer
+        how = {} if is_plain else named("sharding:placement", {})(kind, t)
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
             if not t.use_lora:
                 module.float()  # the masters
