@@ -469,8 +469,7 @@ class WeightSender:
         self.spec["size"] = 1 + workers * len(self.urls)
         joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
         made = self.pool.submit(make_group, self.store, 0, self.spec)
-        self.finish("weight group", [made, *joining])
-        self.group = made.result()
+        self.group, *_ = self.finish("weight group", [made, *joining])
 
     def wait_ready(self, url):
         """Until the server answers -> the name under which it serves."""
@@ -483,15 +482,12 @@ class WeightSender:
                 time.sleep(0.2)
 
     def post(self, url, path, body=None):
-        try:
-            reply = self.http.post(url + path, json=body)
-        except httpx.TransportError as e:
-            raise RunError(3, f"{url}{path}: {e!r} (trainer.sync_timeout_s = {self.http.timeout.read:g})") from e
+        reply = self.http.post(url + path, json=body)
         require(reply.status_code == 200, 3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
         return reply.json() if reply.text.startswith("{") else {}
 
     def post_all(self, path, body=None):
-        return list(self.pool.map(lambda url: self.post(url, path, body), self.urls))
+        return self.finish(path, [self.pool.submit(self.post, url, path, body) for url in self.urls])
 
     def rpc(self, method, specs):
         """Starts method in every worker of every server, with one spec each -> a future for each server."""
@@ -499,11 +495,12 @@ class WeightSender:
         return [self.pool.submit(self.post, url, "/collective_rpc", body) for url, body in zip(self.urls, bodies)]
 
     def finish(self, what, calls):
-        """Waits for futures. RunError 3 with the first error of any, not what comes of it elsewhere."""
+        """-> the futures' results. RunError 3 with the first error of any, not what comes of it elsewhere."""
         for call in as_completed(calls, timeout=2 * self.spec["timeout_s"]):
             if error := call.exception():
-                hint = "; with NCCL_P2P_DISABLE=1 it may work" if isinstance(error, dist.DistBackendError) else ""
-                raise RunError(3, f"{what} over {self.spec['backend']}: {error}{hint}") from error
+                where = getattr(error, "request", self.spec["backend"])  # of httpx's errors
+                raise RunError(3, f"{what}: {where}: {error} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})")
+        return [call.result() for call in calls]
 
     def send(self, version, tensors):
         """Broadcasts, and makes the servers use it. tensors: {checkpoint name: tensor}. A failure raises; a server that
@@ -736,9 +733,8 @@ def log_step(run_dir, step, metrics, logp_T):
     with open(run_dir / "metrics.jsonl", "a") as f:
         f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | line) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
-    shown["seconds"] = "time/step_s"
     text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
-    print(" | ".join([f"step {step:5d}", *text]), flush=True)
+    print(" | ".join([f"step {step:5d}", *text, f"seconds {metrics['time/step_s']:.3g}"]), flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -789,8 +785,7 @@ def main(argv):
         numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
         is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
         streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times
-        what = f"loss {metrics['loss']}, KL(sampler || policy) {metrics['policy/kl_sampler']} nats at step {step}"
-        require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row: {what}")
+        require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row; step {step}: {numbers}")
         step += 1
         # 3. The new weights go to the servers, whose rollouts of the next batches go on.
         metrics |= {} if replay else publish(sender, policy, step, cfg, batch)

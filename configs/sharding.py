@@ -1,5 +1,5 @@
-"""Where FSDP2 keeps the model, other than in parts on all ranks: trainer.replicas copies of it, e.g. one for each node, so
-that only gradients cross the network; trainer.offload_optimizer, everything in host memory but what is computed with."""
+"""Where FSDP2 keeps the model, other than in parts on all ranks: trainer.replicas copies of it, e.g. one for each node,
+so that only gradients cross the network; trainer.offload_optimizer, in host memory but for what is computed with."""
 
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
