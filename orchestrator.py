@@ -9,7 +9,6 @@ function of (seed, index); every batch file carries the ledger of indices that a
 
 import asyncio
 import functools
-import gc
 import itertools
 import json
 import os
@@ -84,7 +83,7 @@ class Rollout:
     num_turns: int = 0  # messages sampled
     num_tokens: int = 0  # sampled
     reward: float | None = None  # None: unscored
-    turn_rewards: list[float] | None = None  # where the environment gives one per turn; reward is their sum
+    turn_rewards: list[float] | None = None  # where the environment gives one per turn; the last turn's is the rest
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
     error: str = ""  # by which it was lost, and where
@@ -203,7 +202,6 @@ async def run_group(env, row, n, ask, step, cfg, slots):
     more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
     for r, (add, metrics) in zip(scored, more or []):
         r.reward, r.metrics = r.reward + add, r.metrics | metrics
-        r.turn_rewards = r.turn_rewards and [*r.turn_rewards[:-1], r.turn_rewards[-1] + add]
     for r in [r for r in scored if o.zero_truncated_completions and r.truncated and r.reward is not None]:
         r.reward, r.turn_rewards = 0.0, None
     return rollouts
@@ -266,9 +264,8 @@ def deal(ratios):
     """Environment of slot 0, 1, 2, ...: the one furthest below its share."""
     given = dict.fromkeys(ratios, 0)
     for slot in itertools.count(1):
-        name = max(ratios, key=lambda name: ratios[name] / sum(ratios.values()) * slot - given[name])
+        yield (name := max(ratios, key=lambda name: ratios[name] / sum(ratios.values()) * slot - given[name]))
         given[name] += 1
-        yield name
 
 
 async def fill(order, num, n, job, cfg):
@@ -321,15 +318,14 @@ def commit_batch(n, groups, orders, run_dir, cfg):
         orders[g.env].settle(g)
         for i, r in enumerate(g.rollouts):
             about = vars(r) | {"env": g.env, "example": g.row, "group": g.index, "rollout": i, "dropped": g.dropped}
-            state, parts = about.pop("state"), about.pop("samples")
-            talk = {k: state[k] for k in ("prompt", "completion", "answer")}
-            line = {"step": n, "version": min(r.versions, default=None)} | about | talk
-            lines.append(json.dumps(line, default=str) + "\n")
+            del about["state"], about["samples"]
+            talk = {k: r.state[k] for k in ("prompt", "completion", "answer")}
+            lines.append(json.dumps({"step": n, "version": min(r.versions, default=None)} | about | talk, default=str))
             if r.reward is not None and not g.dropped:
-                about |= {"age": n - line["version"], "temperature": cfg.sampling.temperature}
-                samples += [about | part for part in parts]
+                about |= {"age": n - min(r.versions), "temperature": cfg.sampling.temperature}
+                samples += [about | s for s in r.samples]
     with open(run_dir / "rollouts.jsonl", "a") as f:
-        f.writelines(lines)
+        f.writelines(line + "\n" for line in lines)
     info = {"run": configs.identity(cfg), "step": n, "max_tokens": cfg.sampling.max_tokens}
     info["rollouts"] = len({(s["env"], s["group"], s["rollout"]) for s in samples})
     info |= {"metrics": rollout_metrics(groups, samples), "ledger": {name: o.ledger() for name, o in orders.items()}}
@@ -338,13 +334,12 @@ def commit_batch(n, groups, orders, run_dir, cfg):
 
 def resume(run_dir, cfg):
     """-> the checkpoint's step, number of the next batch, ledgers by environment. Batches between are trained again."""
-    found, ledger = max((run_dir / "checkpoints").glob("step_??????"), default=None), {}
-    step = int(found.name[5:]) if found else 0
+    step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
     files = [p for p in sorted(run_dir.glob("batches/step_*.safetensors")) if p.stem >= f"step_{step:06d}"]
-    n, last = step + len(files), files[-1] if files else found and found / "state.json"
-    is_gapless = not files or last.stem == f"step_{n - 1:06d}"
-    require(is_gapless, 6, f"batches are missing before {last}. Remove all that come after the gap, and start again")
-    if last:
+    n, ledger, checkpoint = step + len(files), {}, run_dir / f"checkpoints/step_{step:06d}"
+    last = files[-1] if files else checkpoint / "state.json"
+    require(not files or last.stem == f"step_{n - 1:06d}", 6, f"a batch before {last} is missing. Remove all after it")
+    if n:
         try:
             info = json.loads(safe_open(last, "np").metadata()["info"] if files else last.read_text())
             run, ledger = info["run"], info["ledger"]
@@ -363,7 +358,7 @@ def resume(run_dir, cfg):
 
 def means(rows):
     """[{name: number}, ...] -> {name: its mean over those that have it}."""
-    names = sorted({name for row in rows for name in row})
+    names = dict.fromkeys(name for row in rows for name in row)
     return {name: np.mean([row[name] for row in rows if name in row]) for name in names}
 
 
@@ -424,8 +419,8 @@ async def evaluate(due, name, env, lock, client, run_dir, cfg):
 
 
 def prepare(cfg):
-    """-> {name: environment}. Every mistake in these, or in the model's tokenizer, is told before a server starts."""
-    envs, model, own = {}, cfg.run.model, cfg.run.chat_template
+    """-> {name: environment}. What is wrong with these, or with the model's files, is told before a server starts."""
+    envs = {}
     try:
         for e in cfg.env:
             what, code = f"env.id = {e.id!r}", 4
@@ -433,11 +428,9 @@ def prepare(cfg):
             require(envs[e.name].eval_dataset or not cfg.eval.every, 2, "eval.every is set, but it has no eval_dataset")
         from transformers import AutoTokenizer  # takes seconds
 
-        what, code = f"model = {model!r}, chat_template = {own!r}", 2
-        template = AutoTokenizer.from_pretrained(model).chat_template
-        template = Path(own).read_text() if own else template
-        is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-        require(template or is_text, 2, "there is no chat template: set chat_template, or give rows a text")
+        what, code = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}", 2
+        AutoTokenizer.from_pretrained(cfg.run.model)
+        Path(cfg.run.chat_template).stat()  # "" stands for the tokenizer's own, and here for "."
     except Exception as error:
         code = 2 if isinstance(error, ImportError) or getattr(error, "code", code) == 2 else code
         raise RunError(code, f"{what}: {culprit(error, 2000)}") from error
@@ -454,7 +447,6 @@ async def run(cfg):
     orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     configs.tell_launcher("[orchestrator] ready")
-    gc.freeze()  # or each collection walks all that transformers has imported, a tenth of this process's time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
     os.environ["ROLEMODEL_POLICY_URL"] = f"{next(iter(cfg.inference.urls), '')}/v1"  # for a judge that is the policy
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
