@@ -9,6 +9,7 @@ function of (seed, index); every batch file carries the ledger of indices that a
 
 import asyncio
 import functools
+import gc
 import itertools
 import json
 import os
@@ -336,8 +337,8 @@ def resume(run_dir, cfg):
     """-> the checkpoint's step, number of the next batch, ledgers by environment. Batches between are trained again."""
     step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
     files = [p for p in sorted(run_dir.glob("batches/step_*.safetensors")) if p.stem >= f"step_{step:06d}"]
-    n, ledger, checkpoint = step + len(files), {}, run_dir / f"checkpoints/step_{step:06d}"
-    last = files[-1] if files else checkpoint / "state.json"
+    n, ledger = step + len(files), {}
+    last = files[-1] if files else run_dir / f"checkpoints/step_{step:06d}/state.json"  # which have the ledger
     require(not files or last.stem == f"step_{n - 1:06d}", 6, f"a batch before {last} is missing. Remove all after it")
     if n:
         try:
@@ -447,6 +448,7 @@ async def run(cfg):
     orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     configs.tell_launcher("[orchestrator] ready")
+    gc.freeze()  # or each collection walks all that transformers has imported, two fifths of this process's time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
     os.environ["ROLEMODEL_POLICY_URL"] = f"{next(iter(cfg.inference.urls), '')}/v1"  # for a judge that is the policy
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
