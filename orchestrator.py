@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import os
-import random
 import time
 import traceback
 from collections import Counter, deque, namedtuple
@@ -23,12 +22,12 @@ from pathlib import Path
 
 import aiohttp
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import configs
 from configs import RunError, beat, named, refuse_other, require, served_name
-from env import Truncated, call, load_environment
+from env import Truncated, call, ensure, load_environment
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
@@ -42,37 +41,33 @@ class Client:
     takes longer than all else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
-        self.cfg, self.urls, self.version = cfg, list(cfg.inference.urls), -1
+        self.cfg, self.version, self.file = cfg, -1, Path(cfg.run.output_dir, cfg.run.run_name, "version")
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
 
-    async def follow(self, path):
-        """Keeps self.version at what the trainer declared live."""
-        while self.version < self.cfg.run.max_steps:
-            self.version = int(path.read_text()) if path.exists() else -1
-            await asyncio.sleep(0.02)
-
     async def until(self, version):
+        """Waits until the trainer has declared it live. While anyone waits, self.version is up to date."""
         while self.version < version:
+            self.version = int(self.file.read_text()) if self.file.exists() else -1
             await asyncio.sleep(0.02)
 
     async def post(self, server, path, body):
         """-> the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache.
-        A lost connection, 429 and 5xx are tried again after 0.5, 1 and 2 s, or what Retry-After says."""
-        url = self.urls[server % len(self.urls)] + path
+        A lost connection, 429 and 5xx are tried again after 0.5, 1 and 2 s."""
+        url = self.cfg.inference.urls[server % len(self.cfg.inference.urls)] + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
-                    status, text, after = reply.status, await reply.text(), reply.headers.get("Retry-After", "")
+                    status, text = reply.status, await reply.text()
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:  # a time-out is no such error
-                status, text, after = 503, repr(e), ""
+                status, text = 503, repr(e)
             if status == 200:
                 return json.loads(text)
             if status == 400 and ("maximum context length" in text or "max_tokens must be at least 1" in text):
                 raise Truncated
             if not pause or (status != 429 and status < 500):
                 raise ServerError(f"{url} answered {status}: {text[:500]}")
-            await asyncio.sleep(min(int(after), 60) if after.isdecimal() else pause)
+            await asyncio.sleep(pause)
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -86,11 +81,11 @@ class Rollout:
     samples: list[dict] = field(default_factory=list)  # columns: tokens, mask (1: sampled), old_logp, turn
     versions: list[int] = field(default_factory=list)  # live at the start and at the end of each turn
     num_turns: int = 0  # messages sampled
+    num_tokens: int = 0  # sampled
     reward: float | None = None  # None: unscored
-    turn_rewards: list[float] | None = None  # where the environment gives one per turn; reward is their sum
+    turn_rewards: list[float] | None = None  # where the environment gives one per turn; the last turn's is the rest
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
-    trainable: bool = False  # has sampled tokens that are not masked
     error: str = ""  # by which it was lost, and where
 
 
@@ -127,9 +122,8 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
     reply, choices = await client.post(server, f"/v1/{'' if is_text else 'chat/'}completions", body), []
     for c in reply["choices"]:
         logps = c["logprobs"]["token_logprobs"] if is_text else [x["logprob"] for x in c["logprobs"]["content"]]
-        # what vLLM's parsers took out of the content belongs to the message, and to the next prompt
-        parsed = {k: c["message"][k] for k in ("tool_calls", "reasoning") if not is_text and c["message"].get(k)}
-        message = c["text"] if is_text else {"role": "assistant", "content": c["message"]["content"] or ""} | parsed
+        # all of it that is there: what vLLM's parsers took out of the content belongs to the next prompt, too
+        message = c["text"] if is_text else {"content": ""} | {k: v for k, v in c["message"].items() if v}
         prompt_ids = (c if is_text else reply)["prompt_token_ids"]
         choices.append((message, prompt_ids, c["token_ids"], logps, c["finish_reason"], [live, client.version]))
     return choices
@@ -156,21 +150,21 @@ async def guard(rollouts, work, timeout_s):
 
 
 async def run_rollout(env, state, ask, first, start, i, cfg):
-    """A rollout from prompt to reward; its first turn is choice i of the group's request first() if it asks so."""
-    r, o, asked = Rollout(state), cfg.orchestrator, []
+    """A rollout from prompt to reward. What it asks of the start's prompt first is choice i of the group's request."""
+    r, o, unused = Rollout(state), cfg.orchestrator, [i]
 
     async def generate(prompt, tools=None):
-        is_first = not asked and (prompt, tools) == (start["prompt"], start["tools"])
-        asked.append(prompt)  # before any wait: of two calls at once only one is the first
-        choice = (await asyncio.shield(first()))[i] if is_first else (await ask(prompt, 1, tools))[0]
-        message, prompt_ids, ids, logps, finish_reason, versions = choice
+        # popped before any wait: of two calls at once only one is the first
+        place = unused.pop() if unused and (prompt, tools) == (start["prompt"], start["tools"]) else None
+        choices = await (ask(prompt, 1, tools) if place is None else asyncio.shield(first()))
+        message, prompt_ids, ids, logps, finish_reason, versions = choices[place or 0]
         if not r.num_turns and len(prompt_ids) > (o.max_prompt_len or np.inf):
             raise Truncated
-        if len(ids) != len(logps) or not all(-1e4 < x < 1e-3 for x in logps):
-            raise ValueError(f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
+        is_right = len(ids) == len(logps) and all(-1e4 < x < 1e-3 for x in logps)
+        ensure(is_right, f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
         beat()
         extend_or_fork(r.samples, prompt_ids, ids, logps, r.num_turns)
-        r.versions, r.num_turns = r.versions + versions, r.num_turns + 1
+        r.versions, r.num_turns, r.num_tokens = r.versions + versions, r.num_turns + 1, r.num_tokens + len(ids)
         r.truncated |= finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
         return message
 
@@ -179,35 +173,35 @@ async def run_rollout(env, state, ask, first, start, i, cfg):
             await env.rollout(state, generate)
         except Truncated:
             r.truncated = True
-            if not r.num_turns:  # the prompt itself is too long
-                return
-        await call(env.add_columns, state=state, samples=r.samples)
-        reward, r.metrics = await env.rubric.score(state)
-        turns = reward if isinstance(reward, list) else None
-        if turns and len(turns) != r.num_turns:
-            raise ValueError(f"{len(turns)} turn rewards for {r.num_turns} turns")
-        r.reward, r.turn_rewards = sum(turns) if turns else reward, turns
+        if r.num_turns:  # else the prompt itself is too long
+            await call(env.add_columns, state=state, samples=r.samples)
+            reward, r.metrics = await env.rubric.score(state)
+            turns = reward if isinstance(reward, list) else [reward]
+            ensure(turns is not reward or len(turns) == r.num_turns, f"{len(turns)} rewards for {r.num_turns} turns")
+            r.reward, r.turn_rewards = sum(turns), turns if turns is reward else None
 
     await guard([r], play(), o.generation_timeout)
-    r.trainable = not (r.truncated and o.mask_truncated_completions) and any(any(s["mask"]) for s in r.samples)
+    if r.truncated and o.mask_truncated_completions:
+        r.samples = [s | {"mask": [0] * len(s["mask"])} for s in r.samples]
     return r
 
 
-async def run_group(env, row, n, ask, step, cfg):
-    """n rollouts of one row. Their first turn is one request: one prompt, one cache fill. ask is sample, bound."""
+async def run_group(env, row, n, ask, step, cfg, slots):
+    """n rollouts of one row. Their first turn is one request: one prompt, one cache fill. ask is sample, bound; slots,
+    a semaphore, says how many groups may be under way."""
     start, o = env.start(row), cfg.orchestrator
     # not before some rollout asks it: an environment may make a prompt of its own
     first = functools.cache(lambda: asyncio.ensure_future(ask(start["prompt"], n, start["tools"])))
-    jobs = [run_rollout(env, env.start(row) | {"step": step}, ask, first, start, i, cfg) for i in range(n)]
     try:
-        rollouts = await asyncio.gather(*jobs)
+        async with slots:
+            jobs = [run_rollout(env, env.start(row) | {"step": step}, ask, first, start, i, cfg) for i in range(n)]
+            rollouts = await asyncio.gather(*jobs)
     finally:
         first().cancel()  # nobody is left to read it; what nobody asked never begins
     scored = [r for r in rollouts if r.reward is not None]
     more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
     for r, (add, metrics) in zip(scored, more or []):
         r.reward, r.metrics = r.reward + add, r.metrics | metrics
-        r.turn_rewards = r.turn_rewards and [*r.turn_rewards[:-1], r.turn_rewards[-1] + add]
     for r in [r for r in scored if o.zero_truncated_completions and r.truncated and r.reward is not None]:
         r.reward, r.turn_rewards = 0.0, None
     return rollouts
@@ -223,15 +217,15 @@ class Order:
     def __init__(self, rows, cfg, ledger=None):
         self.rows, self.cfg, ledger = rows, cfg, ledger or {"next": 0, "open": [], "extra": {}}
         self.next, self.open, self.extra = ledger["next"], set(ledger["open"]), ledger["extra"]  # extra: a subclass's
-        self.again = sorted(self.open)
-        self.recent, self.useless = deque(maxlen=200), 0  # how the last rollouts were lost, "" if not; groups in a row
+        # what a killed run had open; how the last rollouts were lost, "" if not; useless groups in a row
+        self.again, self.recent, self.useless = sorted(self.open), deque(maxlen=200), 0
 
     def ledger(self):
         return {"next": self.next, "open": sorted(self.open), "extra": self.extra}
 
     @functools.cache  # noqa: B019  an order lives as long as the run
     def epoch(self, number):
-        return random.Random(f"{self.cfg.run.seed}:{number}").sample(range(len(self.rows)), len(self.rows))
+        return np.random.default_rng((self.cfg.run.seed, number)).permutation(len(self.rows)).tolist()
 
     def take(self, step):
         """-> index, row number. Indices that a killed run had open come first."""
@@ -259,22 +253,19 @@ class Order:
 def why_drop(rollouts, cfg):
     """Why a group has nothing to teach, or "". With gamma < 1 it is also how soon a reward comes."""
     scored, by_turn = [r for r in rollouts if r.reward is not None], cfg.trainer.gamma < 1
-    if not any(r.num_turns or r.error for r in rollouts):
-        return "long prompt"
     if len(scored) < 2:
-        return "failed: " + ", ".join(sorted({r.error.split(":")[0] for r in rollouts}))
+        return next((f"failed: {r.error}" for r in rollouts if r.error), "long prompt")
     if len({(r.reward, *(r.turn_rewards or ()), r.num_turns * by_turn) for r in scored}) == 1:
         return f"flat at reward {scored[0].reward:.3g}"
-    return "" if any(r.trainable for r in scored) else "empty or masked"
+    return "" if any(any(s["mask"]) for r in scored for s in r.samples) else "empty or masked"
 
 
 def deal(ratios):
     """Environment of slot 0, 1, 2, ...: the one furthest below its share."""
     given = dict.fromkeys(ratios, 0)
     for slot in itertools.count(1):
-        name = max(ratios, key=lambda name: ratios[name] / sum(ratios.values()) * slot - given[name])
+        yield (name := max(ratios, key=lambda name: ratios[name] / sum(ratios.values()) * slot - given[name]))
         given[name] += 1
-        yield name
 
 
 async def fill(order, num, n, job, cfg):
@@ -321,46 +312,40 @@ def save_batch(path, samples, info):
 def commit_batch(n, groups, orders, run_dir, cfg):
     """Metadata, metrics and the ledger; rollouts.jsonl first, then the file whose rename makes batch n exist."""
     samples, lines = [], []
-    for g, (i, r) in [(group, pair) for group in groups for pair in enumerate(group.rollouts)]:
-        about = {"env": g.env, "example": g.row, "group": g.index, "rollout": i}
-        about |= {k: getattr(r, k) for k in "versions reward turn_rewards num_turns metrics truncated".split()}
-        talk = {k: r.state[k] for k in ("prompt", "completion", "answer")} | {"error": r.error, "dropped": g.dropped}
-        lines.append(json.dumps({"step": n, "version": min(r.versions, default=None)} | about | talk, default=str))
-        for s in r.samples if r.reward is not None and not g.dropped else ():
-            about |= {"age": n - min(r.versions), "temperature": cfg.sampling.temperature}
-            samples.append(about | s | ({} if r.trainable else {"mask": [0] * len(s["mask"])}))
     for g in groups:
         orders[g.env].settle(g)
+        for i, r in enumerate(g.rollouts):
+            about = vars(r) | {"env": g.env, "example": g.row, "group": g.index, "rollout": i, "dropped": g.dropped}
+            del about["state"], about["samples"]
+            talk = {k: r.state[k] for k in ("prompt", "completion", "answer")}
+            lines.append(json.dumps({"step": n, "version": min(r.versions, default=None)} | about | talk, default=str))
+            if r.reward is not None and not g.dropped:
+                about |= {"age": n - min(r.versions), "temperature": cfg.sampling.temperature}
+                samples += [about | s for s in r.samples]
     with open(run_dir / "rollouts.jsonl", "a") as f:
         f.writelines(line + "\n" for line in lines)
     info = {"run": configs.identity(cfg), "step": n, "max_tokens": cfg.sampling.max_tokens}
     info["rollouts"] = len({(s["env"], s["group"], s["rollout"]) for s in samples})
-    info["dropped"] = {f"{g.env}:{g.index}": g.dropped for g in groups if g.dropped}
     info |= {"metrics": rollout_metrics(groups, samples), "ledger": {name: o.ledger() for name, o in orders.items()}}
     save_batch(run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info)
 
 
 def resume(run_dir, cfg):
     """-> the checkpoint's step, number of the next batch, ledgers by environment. Batches between are trained again."""
-    found, path, ledger, n = max((run_dir / "checkpoints").glob("step_??????"), default=None), None, {}, 0
-    try:
-        if found:
-            state = json.loads((path := found / "state.json").read_text())
-            refuse_other(state["run"], cfg, found)
-            ledger, n = state["ledger"], state["step"]
-        step = n
-        while (path := run_dir / "batches" / f"step_{n:06d}.safetensors").exists():
-            info = json.loads(safe_open(path, "np").metadata()["info"])
-            refuse_other(info["run"], cfg, path)
-            ledger, n = info["ledger"], n + 1
-    except (OSError, ValueError, TypeError, KeyError, SafetensorError) as e:
-        what = found if path.name == "state.json" else f"{path} and the batches after it"
-        raise RunError(6, f"{path} is damaged ({type(e).__name__}: {e}). Remove {what}, and start again") from e
-    if late := [p for p in (run_dir / "batches").glob("step_*.safetensors") if p.stem > f"step_{n:06d}"]:
-        raise RunError(6, f"{min(late)} is there, but no batch {n}. Remove all that come after, and start again")
+    step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
+    files = [p for p in sorted(run_dir.glob("batches/step_*.safetensors")) if p.stem >= f"step_{step:06d}"]
+    n, ledger = step + len(files), {}
+    last = files[-1] if files else run_dir / f"checkpoints/step_{step:06d}/state.json"  # which have the ledger
+    require(not files or last.stem == f"step_{n - 1:06d}", 6, f"a batch before {last} is missing. Remove all after it")
+    if n:
+        try:
+            info = json.loads(safe_open(last, "np").metadata()["info"] if files else last.read_text())
+            run, ledger = info["run"], info["ledger"]
+        except Exception as e:  # of safetensors, of JSON, or of the file system
+            raise RunError(6, f"{last} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
+        refuse_other(run, cfg, last)
     # With the same configuration the versions after the checkpoint come again, bit for bit, else others do.
-    old = run_dir / "config.toml"
-    is_same = old.exists() and old.read_text() == configs.to_toml(cfg)
+    is_same = configs.to_toml(cfg) in [old.read_text() for old in run_dir.glob("config.toml")]
     configs.cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
     configs.cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= (n if is_same else step))
     return step, n, ledger
@@ -369,115 +354,84 @@ def resume(run_dir, cfg):
 # --- metrics and evaluation -------------------------------------------------------------------------------------------
 
 
-def mean(values):
-    """None of nothing."""
-    return float(np.mean(values)) if (values := list(values)) else None
+def means(rows):
+    """[{name: number}, ...] -> {name: its mean over those that have it}."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: np.mean([row[name] for row in rows if name in row]) for name in names}
 
 
-def sampled(rollout):
-    return sum(sum(s["mask"]) for s in rollout.samples)
-
-
-def function_means(rollouts):
-    names = sorted({name for r in rollouts for name in r.metrics})
-    return {name: mean(r.metrics[name] for r in rollouts if name in r.metrics) for name in names}
-
-
-def rollout_metrics(groups, samples=()):
-    """Of one batch: everything, and where several environments are mixed, env/<name>/ and the same for each. Rewards
-    are over every scored rollout, also of dropped groups: without the flat ones the mean would mislead."""
-    rollouts, names = [r for g in groups for r in g.rollouts], sorted({g.env for g in groups})
-    rewards, ages = np.array([r.reward for r in rollouts if r.reward is not None]), [s["age"] for s in samples]
-    answers = [[tuple(tuple(s["tokens"]) for s in r.samples) for r in g.rollouts if r.samples] for g in groups]
-    reasons = Counter(g.dropped.split()[0].rstrip(":") if g.dropped else "kept" for g in groups)
-    errors = Counter(r.error.split(":")[0] for r in rollouts if r.error)
-    metrics = {"reward/mean": mean(rewards), "reward/std": float(rewards.std()), "rollout/num": len(rollouts)}
-    metrics |= {f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 50, 90)}
-    metrics |= {f"reward/{name}": value for name, value in function_means(rollouts).items()}
-    metrics["rollout/distinct"] = mean(len(set(a)) / len(a) for a in answers if a)  # share; 1 / G is collapse
-    metrics |= {"rollout/truncated": mean(r.truncated for r in rollouts), "rollout/errors": errors.total()}
-    metrics |= {"rollout/turns": mean(r.num_turns for r in rollouts), "rollout/tokens": mean(map(sampled, rollouts))}
-    metrics["rollout/forks"] = sum(max(len(r.samples) - 1, 0) for r in rollouts)
-    metrics |= {f"error/{name}": num for name, num in errors.items()}
-    metrics |= {f"group/{name}": reasons[name] for name in ("kept", "flat", "failed", "long", "empty")}
-    metrics |= {"staleness/mean": mean(ages), "staleness/max": max(ages)} if ages else {}  # in versions
-    own = {name: rollout_metrics([g for g in groups if g.env == name]) for name in names if len(names) > 1}
-    return metrics | {f"env/{name}/{k}": v for name in own for k, v in own[name].items()}
+def rollout_metrics(groups, samples):
+    """Of one batch. Rewards are over every scored rollout, also of dropped groups: without the flat ones the mean would
+    mislead. tools/watch.py has them for each environment of a mix."""
+    rollouts, ages = [r for g in groups for r in g.rollouts], [s["age"] for s in samples]  # in versions
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    reasons = [f"group/{(g.dropped or 'kept').split()[0].rstrip(':')}" for g in groups]
+    errors = [f"error/{r.error.split(':')[0]}" for r in rollouts if r.error]
+    metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")} | Counter(reasons + errors)
+    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
+    metrics |= {f"reward/p{q}": np.percentile(rewards, q) for q in (10, 50, 90)}
+    metrics |= means([{f"reward/{name}": value for name, value in r.metrics.items()} for r in rollouts])
+    metrics |= means([{"rollout/truncated": r.truncated, "rollout/turns": r.num_turns} for r in rollouts])
+    metrics |= {"rollout/num": len(rollouts), "rollout/tokens": np.mean([r.num_tokens for r in rollouts])}
+    metrics |= {"rollout/errors": len(errors), "rollout/forks": sum(len(r.samples[1:]) for r in rollouts)}
+    return metrics | {"staleness/mean": np.mean(ages), "staleness/max": max(ages)}
 
 
 def eval_metrics(groups):
-    """Of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, which
-    tools/watch.py compares with those at version 0."""
-    rows, rollouts = [[r.reward for r in group if r.reward is not None] for group in groups], sum(groups, [])
-    scored, one = [rewards for rewards in rows if rewards], 1 - 1e-6  # of floats, 0.7 + 0.2 + 0.1 is below 1
-    metrics = {"reward/mean": mean(map(mean, scored)), "pass@1": mean(mean(x > one for x in row) for row in scored)}
-    metrics |= {"pass@k": mean(max(row) > one for row in scored), "k": max(map(len, groups)), "n": len(scored)}
-    metrics |= {"tokens": mean(map(sampled, rollouts)), "truncated": mean(r.truncated for r in rollouts)}
-    metrics |= {"errors": sum(bool(r.error) for r in rollouts)} | function_means(rollouts)
-    return metrics | {"rows": [mean(rewards) for rewards in rows]}
+    """Of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, None of a
+    lost one; tools/watch.py compares them with those at version 0."""
+    rollouts, one = sum(groups, []), 1 - 1e-6  # of floats, 0.7 + 0.2 + 0.1 is below 1
+    rewards = [np.array([r.reward for r in group if r.reward is not None]) for group in groups]
+    rows = [{"reward/mean": x.mean(), "pass@1": (x > one).mean(), "pass@k": (x > one).max()} for x in rewards if len(x)]
+    metrics = means(rows) | means([r.metrics | {"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
+    metrics |= {"n": len(rows), "errors": sum(bool(r.error) for r in rollouts)}
+    return metrics | {"rows": [x.mean() if len(x) else None for x in rewards]}
 
 
-async def evaluate(due, lock, envs, client, run_dir, cfg):
-    """The first eval.num_examples rows of each environment at version `due` -> a line of eval.jsonl for each.
+async def evaluate(due, name, env, lock, client, run_dir, cfg):
+    """The first eval.num_examples rows of an environment at version `due` -> a line of eval.jsonl.
 
     Batch `due` is not committed meanwhile, for at most eval.hold_s; where that is too short the weights change on the
     way, which version_last tells. Adapters serve the first version while it is loaded, S more."""
     await client.until(due)
     async with lock:  # after one that took longer than eval.every, at the version then live
-        e, version, began, text, path = cfg.eval, client.version, time.time(), "", run_dir / "eval.jsonl"
-        if any(json.loads(line)["step"] in (due, version) for line in path.read_text().splitlines()):
+        e, version, began, path = cfg.eval, client.version, time.time(), run_dir / "eval.jsonl"
+        if any(x["env"] == name and x["step"] in (due, version) for x in map(json.loads, path.open())):
             return
-        override = {"temperature": e.temperature, "max_tokens": e.max_tokens or cfg.sampling.max_tokens}
-        slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // e.rollouts_per_example))
-
-        async def one(env, i, row):
-            async with slots:
-                ask = functools.partial(sample, client, i, version=version, **override)
-                return await run_group(env, row, e.rollouts_per_example, ask, version, cfg)
-
-        for name, env in envs.items():
-            rows = env.eval_dataset[: e.num_examples or None]
-            groups = await asyncio.gather(*(one(env, i, row) for i, row in enumerate(rows)))
-            last = client.version - cfg.orchestrator.max_staleness * cfg.sends_adapters
-            line = {"step": version, "version_first": version, "version_last": max(version, last), "env": name}
-            line |= eval_metrics(groups) | {"seconds": time.time() - began}
-            cause = groups[0][0].error or "prompts that are too long"
-            require(line["n"], 4, f"evaluation of {name} at version {version}: all is lost, by {cause}")
-            text += json.dumps(line) + "\n"
-            shown = [f"{k} {line[k]:.3f}" for k in ("reward/mean", *function_means(sum(groups, [])))]
-            print(f"eval {version} | {name}:", *shown, f"n {line['n']} errors {line['errors']}", flush=True)
-        with open(path, "a") as f:  # at once: a version's lines are there, or none
-            f.write(text)
+        k, most = e.rollouts_per_example, e.max_tokens or cfg.sampling.max_tokens
+        ask = functools.partial(sample, client, version=version, temperature=e.temperature, max_tokens=most)
+        rows = env.eval_dataset[: e.num_examples or None]
+        slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // k))
+        jobs = [run_group(env, row, k, functools.partial(ask, i), version, cfg, slots) for i, row in enumerate(rows)]
+        groups = await asyncio.gather(*jobs)
+        metrics = eval_metrics(groups) | {"seconds": time.time() - began}
+        require(metrics["n"], 4, f"evaluation of {name} at version {version}, all is lost: {why_drop(groups[0], cfg)}")
+        last = client.version - cfg.orchestrator.max_staleness * cfg.sends_adapters
+        line = {"step": version, "version_first": version, "version_last": max(version, last), "env": name} | metrics
+        with open(path, "a") as f:
+            f.write(json.dumps(line) + "\n")
+        print(f"eval {version} | {name}:", *(f"{k} {v:.4g}" for k, v in metrics.items() if k != "rows"), flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
 def prepare(cfg):
-    """-> {name: environment}. Every mistake in these, or in the model's files, is told before a server starts."""
-    envs, model, template = {}, cfg.run.model, cfg.run.chat_template
-    for e in cfg.env:
-        try:
-            env = envs[e.name] = load_environment(e.id, e.args)
-        except Exception as error:
-            is_unknown = getattr(error, "name", "") == e.id.split("/")[-1].replace("-", "_")  # no such module
-            code = 2 if is_unknown or getattr(error, "code", 4) == 2 else 4
-            raise RunError(code, f"env.id = {e.id!r}: {culprit(error, 2000)}") from error
-        has_rows, parses = not cfg.eval.every or env.eval_dataset, cfg.inference.args.get("enable_auto_tool_choice")
-        require(has_rows, 2, f"eval.every = {cfg.eval.every}, but the environment {e.name!r} has no eval_dataset")
-        wanted = 'enable_auto_tool_choice = true and tool_call_parser, e.g. "hermes" for Qwen'
-        require(parses or not env.tools, 2, f"the environment {e.name!r} has tools: inference.args needs {wanted}")
-    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    require(Path(model).is_dir() or not is_path, 2, f"model = {model!r}: there is no such directory")
-    from transformers import AutoConfig, AutoTokenizer  # takes seconds
-
+    """-> {name: environment}. What is wrong with these, or with the model's files, is told before a server starts."""
+    envs = {}
     try:
-        AutoConfig.from_pretrained(model)
-        template = Path(template).read_text() if template else AutoTokenizer.from_pretrained(model).chat_template
-    except (OSError, ValueError) as e:
-        raise RunError(2, f"model = {model!r}, chat_template: {str(e).splitlines()[0]}") from e
-    is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-    require(template or is_text, 2, f"{model} has no chat template: set chat_template, or give rows a text")
+        for e in cfg.env:
+            what, code = f"env.id = {e.id!r}", 4
+            envs[e.name] = load_environment(e.id, e.args)
+            require(envs[e.name].eval_dataset or not cfg.eval.every, 2, "eval.every is set, but it has no eval_dataset")
+        from transformers import AutoTokenizer  # takes seconds
+
+        what, code = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}", 2
+        AutoTokenizer.from_pretrained(cfg.run.model)
+        Path(cfg.run.chat_template).stat()  # "" stands for the tokenizer's own, and here for "."
+    except Exception as error:
+        code = 2 if isinstance(error, ImportError) or getattr(error, "code", code) == 2 else code
+        raise RunError(code, f"{what}: {culprit(error, 2000)}") from error
     return envs
 
 
@@ -486,47 +440,44 @@ async def run(cfg):
     # 1. What can be wrong is found before a server starts, which launch.sh does once it is told.
     o, e, run_dir, last = cfg.orchestrator, cfg.eval, configs.run_directory(cfg), cfg.run.max_steps
     envs, (step, start, ledger) = prepare(cfg), resume(run_dir, cfg)
-    make_order, keep = named(o.order, {"": Order}), named(o.keep, {"": why_drop})
-    extra_groups = named(o.extra_groups, {"": lambda n: []})
-    fill_with = named("orders:ahead" if o.oversampling_factor > 1 else "", {"": fill})
+    make_order, extra_groups = named(o.order, {"": Order}), named(o.extra_groups, {"": lambda n: []})
+    keep, fill_with = named(o.keep, {"": why_drop}), named("orders:ahead" * (o.oversampling_factor > 1), {"": fill})
     orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     configs.tell_launcher("[orchestrator] ready")
-    gc.freeze()  # or each collection walks all that transformers has imported, a tenth of this process's time
+    gc.freeze()  # or each collection walks all that transformers has imported, two fifths of this process's time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
     os.environ["ROLEMODEL_POLICY_URL"] = f"{next(iter(cfg.inference.urls), '')}/v1"  # for a judge that is the policy
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
     client, num_groups, lock = Client(cfg), o.batch_size // o.rollouts_per_example, asyncio.Lock()
-    slots, batch = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example), None
+    slots, batch = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example), []
     dealt = itertools.islice(deal({env.name: env.ratio for env in cfg.env}), start * num_groups, None)
 
     async def job(name, n, index, row):
-        async with slots:
-            ask = functools.partial(sample, client, index)
-            rollouts = await run_group(envs[name], envs[name].dataset[row], o.rollouts_per_example, ask, n, cfg)
-        judge = keep if any(r.trainable and r.reward is not None for r in rollouts) else why_drop
+        ask, env = functools.partial(sample, client, index), envs[name]
+        rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg, slots)
+        judge = keep if any(any(s["mask"]) for r in rollouts if r.reward is not None for s in r.samples) else why_drop
         orders[name].count(group := Group(name, index, row, rollouts, judge(rollouts, cfg)))
         return group
 
-    async def produce(n, shares, previous, evaluation):
+    async def produce(n, shares, previous, evaluations):
         work = [fill_with(orders[k], num, n, functools.partial(job, k, n), cfg) for k, num in shares.items()]
         groups = sum(await asyncio.gather(*work), []) + extra_groups(n)
-        if previous:
-            await previous  # batches are committed in order
-        if evaluation:  # without batch n there is no version after n
+        await asyncio.gather(*previous)  # batches are committed in order
+        if evaluations:  # without batch n there is no version after n
             await client.until(n)
-            await asyncio.wait([evaluation], timeout=e.hold_s)
+            await asyncio.wait(evaluations, timeout=e.hold_s)
         commit_batch(n, groups, orders, run_dir, cfg)
 
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(client.follow(run_dir / "version"))
+        tasks.create_task(client.until(last))
         for n in range(step, last + 1):  # an evaluation may be missing, though its batch is there
-            is_due = e.every and (n % e.every == 0 or n == last)
-            evaluation = tasks.create_task(evaluate(n, lock, envs, client, run_dir, cfg)) if is_due else None
+            due = envs if e.every and (n % e.every == 0 or n == last) else ()
+            evaluations = [tasks.create_task(evaluate(n, k, envs[k], lock, client, run_dir, cfg)) for k in due]
             if start <= n < last:
                 await client.until(max(0, n - o.max_staleness))
                 shares = Counter(itertools.islice(dealt, num_groups))
-                batch = tasks.create_task(produce(n, shares, batch, evaluation))
+                batch = [tasks.create_task(produce(n, shares, batch, evaluations))]
     await client.session.close()
 
 

@@ -11,9 +11,10 @@ import torch
 
 
 def returns(sample, gamma):
-    """-> what each turn of its rollout earns, and what comes later, by gamma less per turn. Without rewards by turn the
-    whole reward is the last turn's."""
-    turns = sample.get("turn_rewards") or [0.0] * (sample["num_turns"] - 1) + [sample["reward"]]
+    """-> what each turn of its rollout earns, and what comes later, by gamma less per turn. What is of no turn, e.g. by
+    a function that sees the whole group, is the last one's."""
+    turns = sample.get("turn_rewards") or [0.0] * sample["num_turns"]
+    turns = [*turns[:-1], turns[-1] + sample["reward"] - sum(turns)]
     return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
 
 

@@ -208,6 +208,7 @@ def fake_servers(models, tmp_path_factory):
             port, log = free_port(), folder / str(len(found))
             command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
             command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
+            command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
             process = start([*command, *(["--chat-template", template] if template else [])], log)
             found[template] = f"http://127.0.0.1:{port}", process
             wait_for(f"http://127.0.0.1:{port}", process, log)

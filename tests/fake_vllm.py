@@ -263,6 +263,9 @@ class Server(WeightReceiver):
             text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {len(ids)} + {asked}"
             text = "max_tokens must be at least 1, got 0." if room == 0 else text  # as vLLM 0.32 says it
             return web.json_response({"error": {"message": text}}, status=400)
+        if "tools" in body and (FAKE.get("no_parser") or not self.args.enable_auto_tool_choice):
+            text = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'  # its words
+            return web.json_response({"error": {"message": text}}, status=400)
         async with self.lock:
             assert not self.is_asleep
             outs = await asyncio.to_thread(
@@ -309,6 +312,7 @@ def main():
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--enable-auto-tool-choice", action="store_true")
     parser.add_argument("--enable-sleep-mode", action="store_true")
     args, _ = parser.parse_known_args()
     engine = start_engine()

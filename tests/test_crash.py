@@ -183,12 +183,12 @@ def assert_history(run_dir, steps):
     for name, ledger in last.info["ledger"].items():
         indices = sorted(index for _, env, index, _ in history if env == name)
         assert sorted(indices + ledger["open"]) == list(range(ledger["next"])), (indices, ledger)
-    trained, dropped = set(), {}
+    dropped = {(x["env"], x["group"]) for x in lines(run_dir / "rollouts.jsonl") if x["dropped"]}
+    trained = set()
     for path in sorted((run_dir / "batches").glob("step_*.safetensors")):
         batch = load_batch(path)
         trained |= {(s["env"], s["group"]) for s in batch.samples}
-        dropped |= batch.info["dropped"]
-    assert all((env, index) in trained or dropped[f"{env}:{index}"] for _, env, index, _ in history)
+    assert trained | dropped == {(env, index) for _, env, index, _ in history} and not trained & dropped
     assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == list(range(steps))
 
 

@@ -526,7 +526,7 @@ def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch)
         for i in range(body["n"]):
             ids = [*run.tokenizer.encode(f"<guess>{random.randint(1, 100)}</guess>" * (i % 4 > 0)), 0]
             logprobs = {"content": [{"logprob": -1.0} for _ in ids]}
-            message = {"content": run.tokenizer.decode(ids[:-1])}
+            message = {"role": "assistant", "content": run.tokenizer.decode(ids[:-1])}
             choices.append({"index": i, "message": message, "token_ids": ids, "logprobs": logprobs})
             choices[-1]["finish_reason"] = "stop"
         return {"choices": choices, "prompt_token_ids": template(body["messages"])}

@@ -75,3 +75,10 @@ def test_alphabet_sort_asks_again_and_credits_each_turn():
 def test_alphabet_sort_says_where_there_are_too_few_rows():
     with pytest.raises(DataError, match="only 3.. of 4096 rows of the train split differ"):
         alphabet_sort.load_environment(first=2, turns=1)
+
+
+def test_what_a_function_of_the_group_adds_is_the_last_turns():
+    from turns import returns
+
+    assert returns({"reward": 3.5, "turn_rewards": [1.0, 2.0], "num_turns": 2}, 1.0) == [3.5, 2.5]
+    assert returns({"reward": 3.5, "turn_rewards": None, "num_turns": 2}, 0.5) == [1.75, 3.5]

@@ -107,6 +107,11 @@ def test_what_cannot_be_wrapped_is_refused():
 
 
 def test_tools_need_the_servers_parser(run):
-    with pytest.raises(RunError, match="'vf_envs' has tools: inference.args needs enable_auto_tool_choice") as e:
-        run(1, '[env]\nid = "vf_envs"\nargs = { kind = "tool" }')
-    assert e.value.code == 2
+    """vLLM says so in its own words, and the run ends with them."""
+    env = '[env]\nid = "vf_envs"\nargs = { kind = "tool" }'
+    message = (
+        "rollouts of vf_envs were lost, mostly by ServerError.*requires --enable-auto-tool-choice and --tool-call-p"
+    )
+    with pytest.raises(RunError, match=message) as e:
+        run(1, env, "orchestrator.max_error_share=0.2", fake={"no_parser": True})
+    assert e.value.code == 4

@@ -234,7 +234,8 @@ def groups_of(cfg, env, rows, n, **override):
         client.version = 0
         ask = functools.partial(orchestrator.sample, client, 0, **override)
         try:
-            return [await orchestrator.run_group(env, row, n, ask, 0, cfg) for row in rows]
+            slots = asyncio.Semaphore(1)
+            return [await orchestrator.run_group(env, row, n, ask, 0, cfg, slots) for row in rows]
         finally:
             await client.session.close()
 

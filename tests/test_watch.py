@@ -303,6 +303,19 @@ def test_kl_by_age_is_of_the_samples_of_that_age(tmp_path):
     assert watch.kl_by_age(tmp_path, 1) == {}
 
 
+def test_a_mix_has_numbers_of_each_environment(tmp_path):
+    """Of a batch with one environment there are none: they would be those of all."""
+    run = write_steps(tmp_path, range(2))
+    append(run / "rollouts.jsonl", rollout_lines(1, "other", (1.0, 1.0, None), dropped="flat at reward 1", error=""))
+    watch.main([str(run), "--once"])
+    first, second = (json.loads(line) for line in (run / "watch.jsonl").read_text().splitlines())
+    assert not any(key.startswith("env/") for key in first)
+    expected = {"reward/mean": 1.0, "reward/std": 0.0, "reward/exact": 0.5, "rollout/num": 3, "group/flat": 1}
+    for key, value in (expected | {"group/kept": 0, "rollout/turns": 1.0}).items():
+        assert second[f"env/other/{key}"] == value, key
+    assert second["env/task/reward/mean"] == 0.5 and second["env/task/group/kept"] == 1
+
+
 def test_what_a_model_wrote_cannot_steer_the_terminal(capsys):
     (line,) = rollout_lines(9, rewards=(0.5,))
     line["completion"] = [{"role": "assistant", "content": "a\x1b[2J\nb" + "x" * 2000}]

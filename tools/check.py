@@ -166,14 +166,15 @@ def check_template(tokenizer, envs, cfg):
 async def check_rollouts(envs, cfg):
     """Some rows of each environment, as training would sample them."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
-    client, is_ok = orchestrator.Client(cfg), True
+    client, is_ok, slots = orchestrator.Client(cfg), True, asyncio.Semaphore(NUM_ROWS)
     client.version = 2  # which check_sync left live
     for name, env in envs.items():
         rows = env.dataset[:: max(1, len(env.dataset) // NUM_ROWS)][:NUM_ROWS]
 
         async def group(i, row, env=env):
             ask = functools.partial(orchestrator.sample, client, i)
-            rollouts = await orchestrator.run_group(env, row, cfg.orchestrator.rollouts_per_example, ask, 0, cfg)
+            size = cfg.orchestrator.rollouts_per_example
+            rollouts = await orchestrator.run_group(env, row, size, ask, 0, cfg, slots)
             beat()
             return [vars(r) for r in rollouts]
 

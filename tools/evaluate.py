@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from configs import RunError, require
 from env import load_environment, load_rows
-from orchestrator import eval_metrics, function_means, run_group, save_batch
+from orchestrator import eval_metrics, means, run_group, save_batch
 from tools.plot import wilson
 from tools.show import eval_statistics, with_interval
 
@@ -111,8 +111,7 @@ async def roll_out(env, rows, k, ask, cfg, on_group):
     slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // k))
 
     async def one(i, row):
-        async with slots:
-            group = await run_group(env, row, k, ask, 0, cfg)
+        group = await run_group(env, row, k, ask, 0, cfg, slots)
         on_group(i, group)
         return group
 
@@ -183,7 +182,7 @@ def report(name, groups, k, seconds):
             print(f"  pass@{size} {p:.3f} (95 %: {low:.3f} to {high:.3f})")
         else:
             print(f"  pass@{size}: no example has {size} scored rollouts")
-    functions = function_means([r for group in groups for r in group])
+    functions = means([r.metrics for group in groups for r in group])
     print("  " + ", ".join(f"{key} {value:.3f}" for key, value in functions.items()))
     print(f"  truncated {m['truncated']:.3f}, lost to errors {errors.total()}{f' {dict(errors)}' if errors else ''}, "
           f"{seconds:.0f} s")  # fmt: skip

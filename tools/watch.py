@@ -9,8 +9,9 @@ stdout, of a live run what is new, of one that is done all of it:
     warning:    what someone should change, and how; once, until it is over
     time:       at the end, where the time went
     result:     at the end, what was learned, and how to serve and evaluate it
-and a progress bar on a terminal. In the run directory: watch.jsonl (KL by age in versions), curves.png
-after each evaluation, and what a tracker makes. It ends when the run is done, or with SIGTERM."""
+and a progress bar on a terminal. In the run directory: watch.jsonl (KL by age in versions; of several environments,
+numbers of each), curves.png after each evaluation, and what a tracker makes. It ends when the run is done, or with
+SIGTERM."""
 
 import argparse
 import json
@@ -69,7 +70,7 @@ class Batches:
             whole = step
 
 
-# --- a number that the run does not write -----------------------------------------------------------------------------
+# --- numbers that the run does not write ------------------------------------------------------------------------------
 
 
 def kl_by_age(run, step):
@@ -89,6 +90,31 @@ def kl_by_age(run, step):
     numbers = {}
     for a in sorted(set(age.tolist())):
         numbers |= {f"policy/kl_age{a}": float(kl[age == a].mean()), f"policy/tokens_age{a}": int((age == a).sum())}
+    return numbers
+
+
+def by_environment(lines):
+    """Of a batch's rollouts, where several environments are mixed: env/<name>/ and what metrics.jsonl has of all."""
+    numbers, names = {}, sorted({line["env"] for line in lines})
+    for name in names if len(names) > 1 else ():
+        mine = [line for line in lines if line["env"] == name]
+        values = {
+            "reward/mean": [line["reward"] for line in mine if line["reward"] is not None],
+            "rollout/truncated": [line["truncated"] for line in mine],
+            "rollout/turns": [line["num_turns"] for line in mine],
+        }
+        for function in {function for line in mine for function in line["metrics"]}:
+            values[f"reward/{function}"] = [line["metrics"][function] for line in mine if function in line["metrics"]]
+        found = {key: float(np.mean(x)) for key, x in values.items() if x}
+        if rewards := values["reward/mean"]:
+            found["reward/std"] = float(np.std(rewards))
+            found |= {f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 50, 90)}
+        found |= {"rollout/num": len(mine), "rollout/errors": sum(bool(line["error"]) for line in mine)}
+        found |= dict.fromkeys(("group/kept", "group/flat", "group/failed", "group/long", "group/empty"), 0)
+        for why in {line["group"]: line["dropped"] or "kept" for line in mine}.values():
+            kind = f"group/{why.split()[0].rstrip(':')}"
+            found[kind] = found.get(kind, 0) + 1
+        numbers |= {f"env/{name}/{key}": value for key, value in found.items()}
     return numbers
 
 
@@ -276,7 +302,7 @@ class Watch:
         file = run / "config.toml"  # a replay may have none
         self.run, self.config = run, tomllib.loads(file.read_text()) if file.exists() else {}
         self.metrics, self.evals, self.batches = Lines(run / "metrics.jsonl"), Lines(run / "eval.jsonl"), Batches(run)
-        own = Lines(run / "watch.jsonl")
+        self.mixes, own = {}, Lines(run / "watch.jsonl")  # by_environment of the steps that have no line yet
         self.added = {line["step"]: line for line in own.new()}
         if own.path.exists() and own.path.stat().st_size > own.at:  # half a line of one that was killed
             os.truncate(own.path, own.at)
@@ -298,6 +324,7 @@ class Watch:
             if step >= self.first:
                 self.tell_of_batch(step, lines)
             self.track("add_rollouts", step, lines)
+            self.mixes[step] = by_environment(lines)
         for line in steps:
             self.add_step(line)
         for line in self.evals.new():
@@ -320,9 +347,9 @@ class Watch:
             show_rollout(step, lines)
 
     def add_step(self, line):
-        step = line["step"]
+        step, mix = line["step"], self.mixes.pop(line["step"], {})
         if self.added.get(step, {}).get("time") != line["time"]:  # new, or trained again
-            self.added[step] = {"step": step, "time": line["time"]} | kl_by_age(self.run, step)
+            self.added[step] = {"step": step, "time": line["time"]} | kl_by_age(self.run, step) | mix
             with open(self.run / "watch.jsonl", "a") as f:
                 f.write(json.dumps(self.added[step]) + "\n")
         line = self.added[step] | line
