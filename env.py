@@ -52,7 +52,7 @@ def pick(function, have):
     wanted = parameters(function)
     needed = {name for name, p in wanted.items() if p.default is p.empty and "VAR" not in p.kind.name}
     if missing := sorted(needed - have.keys()):
-        raise DataError(f"{function.__name__}() wants {missing} (groups: configs/group_rubric.py); given: {[*have]}")
+        raise DataError(f"{function.__name__}() wants {missing} (groups: configs/rubrics.py); given: {[*have]}")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     return {k: v for k, v in have.items() if takes_all or k in wanted}
 
@@ -102,17 +102,16 @@ TAKEN = set("mean std p10 p50 p90 tokens truncated errors rows seconds step env 
 
 
 def finite(func, value):
-    """The value as float or list of floats; raises on anything else. Above 1e6 gradients overflow."""
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(v, numbers.Real) and abs(v) <= 1e6 for v in values):  # nan is not
+    """The value as float; raises on anything else. Above 1e6 gradients overflow."""
+    if not isinstance(value, numbers.Real) or not abs(value) <= 1e6:  # nan is not
         raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, no finite number within 1e6")
-    return [float(v) for v in value] if isinstance(value, list) else float(value)
+    return float(value)
 
 
 class Rubric:
     """Reward = sum of weight x function, of `funcs` and of all in `rubrics`. A weight is a number (0 only logs) or a
-    function of the step. Functions name what they want of the state, of `objects`, or state, parser. A list is a reward
-    per turn, for credit by turn. What raises, or returns no finite number, loses its rollout, and is never 0."""
+    function of the step. Functions name what they want of the state, of `objects`, or state, parser. What raises, or
+    returns no finite number, loses its rollout, and is never 0. configs/rubrics.py: rewards of groups, and of turns."""
 
     def __init__(self, funcs=(), weights=None, parser=None, rubrics=(), **objects):
         weights = [1.0] * len(funcs) if weights is None else weights
@@ -125,17 +124,12 @@ class Rubric:
         ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)} as well")
 
     async def score(self, state):
-        """HACK HERE -> reward (a number, or a list with one per turn), {function: value}."""
-        whole, turns, metrics = 0.0, None, {}
+        """HACK HERE -> reward, {function: value}."""
+        reward, metrics = 0.0, {}
         for func, weight, objects in self.parts:
-            value = finite(func, await call(func, **state | objects | {"state": state}))
-            w = float(weight(state["step"]) if callable(weight) else weight)
-            if isinstance(value, list):
-                turns = [a + w * b for a, b in zip(turns or [0.0] * len(value), value, strict=True)]
-            else:
-                whole += w * value
-            metrics[func.__name__] = sum(value) if isinstance(value, list) else value
-        return whole if turns is None else [*turns[:-1], turns[-1] + whole], metrics
+            value = metrics[func.__name__] = finite(func, await call(func, **state | objects | {"state": state}))
+            reward += value * float(weight(state["step"]) if callable(weight) else weight)
+        return reward, metrics
 
     async def score_group(self, states):
         """HACK HERE, after score, for the rollouts of a row -> [(number to add, {function: value}) for each], or []."""

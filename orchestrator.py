@@ -83,7 +83,7 @@ class Rollout:
     num_turns: int = 0  # messages sampled
     num_tokens: int = 0  # sampled
     reward: float | None = None  # None: unscored
-    turn_rewards: list[float] | None = None  # where the environment gives one per turn; the last turn's is the rest
+    turn_rewards: list[float] | None = None  # where the rubric gives them, for credit by turn
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
     error: str = ""  # by which it was lost, and where
@@ -175,10 +175,8 @@ async def run_rollout(env, state, ask, first, start, i, cfg):
             r.truncated = True
         if r.num_turns:  # else the prompt itself is too long
             await call(env.add_columns, state=state, samples=r.samples)
-            reward, r.metrics = await env.rubric.score(state)
-            turns = reward if isinstance(reward, list) else [reward]
-            ensure(turns is not reward or len(turns) == r.num_turns, f"{len(turns)} rewards for {r.num_turns} turns")
-            r.reward, r.turn_rewards = sum(turns), turns if turns is reward else None
+            r.reward, r.metrics = await env.rubric.score(state)
+            r.turn_rewards = state.get("turn_rewards")
 
     await guard([r], play(), o.generation_timeout)
     if r.truncated and o.mask_truncated_completions:
@@ -335,15 +333,16 @@ def resume(run_dir, cfg):
     step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
     files = [p for p in sorted(run_dir.glob("batches/step_*.safetensors")) if p.stem >= f"step_{step:06d}"]
     n, ledger = step + len(files), {}
-    last = files[-1] if files else run_dir / f"checkpoints/step_{step:06d}/state.json"  # which have the ledger
-    require(not files or last.stem == f"step_{n - 1:06d}", 6, f"a batch before {last} is missing. Remove all after it")
-    if n:
+    is_whole = not files or files[-1].stem == f"step_{n - 1:06d}"
+    require(is_whole, 6, f"a batch before {''.join(map(str, files[-1:]))} is missing. Remove all after it")
+    state = [run_dir / f"checkpoints/step_{step:06d}/state.json"] * bool(step)
+    for path in state + files[-1:]:  # the last one's ledger holds
         try:
-            info = json.loads(safe_open(last, "np").metadata()["info"] if files else last.read_text())
+            info = json.loads(path.read_text() if path in state else safe_open(path, "np").metadata()["info"])
             run, ledger = info["run"], info["ledger"]
         except Exception as e:  # of safetensors, of JSON, or of the file system
-            raise RunError(6, f"{last} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
-        refuse_other(run, cfg, last)
+            raise RunError(6, f"{path} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
+        refuse_other(run, cfg, path)
     # With the same configuration the versions after the checkpoint come again, bit for bit, else others do.
     is_same = configs.to_toml(cfg) in [old.read_text() for old in run_dir.glob("config.toml")]
     configs.cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
@@ -367,7 +366,9 @@ def rollout_metrics(groups, samples):
     rewards = [r.reward for r in rollouts if r.reward is not None]
     reasons = [f"group/{(g.dropped or 'kept').split()[0].rstrip(':')}" for g in groups]
     errors = [f"error/{r.error.split(':')[0]}" for r in rollouts if r.error]
+    answers = [{str([s["tokens"] for s in r.samples]) for r in g.rollouts} for g in groups]
     metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")} | Counter(reasons + errors)
+    metrics["rollout/distinct"] = sum(map(len, answers)) / len(rollouts)  # 1 / G is collapse
     metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
     metrics |= {f"reward/p{q}": np.percentile(rewards, q) for q in (10, 50, 90)}
     metrics |= means([{f"reward/{name}": value for name, value in r.metrics.items()} for r in rollouts])
@@ -384,7 +385,7 @@ def eval_metrics(groups):
     rewards = [np.array([r.reward for r in group if r.reward is not None]) for group in groups]
     rows = [{"reward/mean": x.mean(), "pass@1": (x > one).mean(), "pass@k": (x > one).max()} for x in rewards if len(x)]
     metrics = means(rows) | means([r.metrics | {"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
-    metrics |= {"n": len(rows), "errors": sum(bool(r.error) for r in rollouts)}
+    metrics |= {"n": len(rows), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
     return metrics | {"rows": [x.mean() if len(x) else None for x in rewards]}
 
 

@@ -3,7 +3,8 @@
 import difflib
 import random
 
-from env import DataError, MultiTurnEnv, Rubric
+from configs.rubrics import TurnRubric
+from env import DataError, MultiTurnEnv
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NAMES = """adam alma amir anna ben bela cara chen dan dora elsa emil fay finn gina goran hana hugo ida igor iris jack
@@ -80,5 +81,5 @@ def load_environment(words="letters", first=4, more=3, turns=2, num_train=4096, 
     """words: "letters" (for toy models) or "names"; `first` words in the first turn, `more` in each of the others."""
     kind = {"letters": LETTERS, "names": NAMES}[words]
     train, held_out = (rows(s, n, kind, first, more, turns) for s, n in (("train", num_train), ("eval", num_eval)))
-    rubric = Rubric([in_order, exact], [1.0, 0.0])
+    rubric = TurnRubric([in_order, exact], [1.0, 0.0])
     return AlphabetSort(train, turns, eval_dataset=held_out, rubric=rubric, system_prompt=system_prompt)

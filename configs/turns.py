@@ -1,4 +1,4 @@
-"""Credit by turn: where a reward function returns a list, one reward per turn, or trainer.gamma is below 1. Each turn
+"""Credit by turn: where the rubric gives a reward per turn (rubrics.TurnRubric), or trainer.gamma is below 1. Each turn
 then has an advantage of its own, from its discounted return-to-go; with neither, a rollout has one.
 
 The baseline of turn k is over the whole group, where a rollout that ended before k counts 0. So it does not depend on

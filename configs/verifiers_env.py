@@ -59,7 +59,8 @@ def told(function):
     async def wrapper(*args, **kwargs):
         try:
             value = await off_loop(function)(*args, **kwargs)
-            return finite(function, list(value) if isinstance(value, list | tuple) else value)
+            values = [finite(function, x) for x in (value if isinstance(value, list | tuple) else [value])]
+            return values if isinstance(value, list | tuple) else values[0]
         except Exception as e:
             FAILED.get().append(e)
             raise

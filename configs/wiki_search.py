@@ -7,8 +7,9 @@ import json
 import random
 from pathlib import Path
 
+from configs.rubrics import TurnRubric
 from configs.tool_env import ToolEnv
-from env import DataError, Rubric, load_rows
+from env import DataError, load_rows
 
 PAGES, EVAL_PAGES, TOP = 200, 40, 3
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
@@ -141,7 +142,7 @@ def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES,
     if len(rows) <= num_eval:
         raise DataError(f"wiki_search: {len(rows)} questions, none left to train on; set env.args.num_eval")
     cut = len(rows) - num_eval
-    index, rubric = Corpus(pages), Rubric([correct, progress], [0.6, 0.2])
+    index, rubric = Corpus(pages), TurnRubric([correct, progress], [0.6, 0.2])
     tools = [index.search_pages, index.view_page]
     return ToolEnv(
         rows[:cut], tools, max_turns, eval_dataset=rows[cut:] or None, rubric=rubric, system_prompt=system_prompt

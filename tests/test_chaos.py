@@ -15,7 +15,7 @@ from tiny_model import as_template_sees
 import orchestrator
 import trainer
 from configs import RunError, load_config
-from configs.group_rubric import GroupRubric
+from configs.rubrics import GroupRubric
 from configs.tool_env import ToolEnv
 from env import Truncated
 

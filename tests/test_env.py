@@ -16,7 +16,7 @@ from scripted import play
 
 import orchestrator
 from configs import RunError, load_config
-from configs.group_rubric import GroupRubric
+from configs.rubrics import GroupRubric, TurnRubric
 from configs.scoring import score
 from configs.tool_env import ToolEnv
 from env import (
@@ -134,7 +134,7 @@ def test_functions_of_a_group_see_all_its_rollouts():
     assert scores[1][1] == {"best": 1.0, "names_states": 1.0}
     for kind in (Rubric, GroupRubric):
         assert asyncio.run(kind([alone]).score_group(states)) == []
-    wrong = {"no number for each of 3": [[1.0], 1.0], "no finite number": [[1.0, None, 2.0], None]}
+    wrong = {"no number for each of 3": [[1.0], 1.0, None], "no finite number": [[1.0, None, 2.0]]}
     for problem, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match=f"reward function <lambda> returned .*{problem}"):
@@ -145,7 +145,7 @@ def test_a_function_of_a_group_in_a_plain_rubric_is_told_where_it_belongs():
     def best(completions):
         return [1.0 for _ in completions]
 
-    wants = r"best\(\) wants \['completions'\] \(groups: configs/group_rubric.py\)"
+    wants = r"best\(\) wants \['completions'\] \(groups: configs/rubrics.py\)"
     for rubric in (Rubric([best]), RubricGroup([GroupRubric([best])])):
         with pytest.raises(DataError, match=wants):
             SingleTurnEnv(ROWS, rubric=rubric)
@@ -164,11 +164,18 @@ def test_rewards_by_turn_add_up_and_the_rest_counts_at_the_last_turn():
     def whole(completion):
         return 10.0
 
-    env = Echo(ROWS, max_turns=3, rubric=Rubric([each, whole], [0.5, 1.0]))
-    _, reward, metrics = play(env, ROWS[0], "1", "2", "3")
-    assert reward == [0.5, 1.0, 11.5] and metrics == {"each": 6.0, "whole": 10.0}
-    with pytest.raises(ValueError, match="is shorter"):
-        play(Echo(ROWS, max_turns=3, rubric=Rubric([each, lambda: [1.0, 2.0]])), ROWS[0], "1", "2", "3")
+    class Both(GroupRubric, TurnRubric):
+        """Of the group, too."""
+
+    for kind in (TurnRubric, Both):
+        env = Echo(ROWS, max_turns=3, rubric=kind([each, whole], [0.5, 1.0]))
+        state, reward, metrics = play(env, ROWS[0], "1", "2", "3")
+        assert reward == 13.0 and state["turn_rewards"] == [0.5, 1.0, 11.5]
+        assert metrics == {"each": 6.0, "whole": 10.0}
+    with pytest.raises(DataError, match="<lambda> has 2 rewards for 3 turns"):
+        play(Echo(ROWS, max_turns=3, rubric=TurnRubric([each, lambda: [1.0, 2.0]])), ROWS[0], "1", "2", "3")
+    with pytest.raises(ValueError, match="each returned .1.0, 2.0, 3.0., no finite number"):
+        play(Echo(ROWS, max_turns=3, rubric=Rubric([each])), ROWS[0], "1", "2", "3")
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

@@ -19,16 +19,16 @@ def test_wiki_search_finds_views_and_answers():
         page_id = str([p for p, (title, _) in pages_of(env).items() if title == name][0])
         view = wiki_search.call("view_page", {"page_id": page_id})
         state, reward, metrics = play(env, row, search, view, row["answer"] + ".")
-        assert metrics == {"correct": 1.0, "progress": 2.0} and reward == pytest.approx([0.2, 0.2, 0.6])
+        assert metrics == {"correct": 1.0, "progress": 2.0} and state["turn_rewards"] == pytest.approx([0.2, 0.2, 0.6])
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
         assert texts == [f"{page_id}: {name}", f"{name} lives in {row['answer']}."]
         # the same search again earns nothing; an answer that says more than the answer is none
-        _, reward, metrics = play(env, row, search, search, view, f"it is {row['answer']} or not")
-        assert reward == pytest.approx([0.2, 0, 0.2, 0]) and metrics["correct"] == 0
+        state, _, metrics = play(env, row, search, search, view, f"it is {row['answer']} or not")
+        assert state["turn_rewards"] == pytest.approx([0.2, 0, 0.2, 0]) and metrics["correct"] == 0
         wrong = wiki_search.call("view_page", {"page_id": "900"})
-        state, reward, _ = play(env, row, wrong, wiki_search.call("search_pages", {"query": "zz"}), "x")
+        state, _, _ = play(env, row, wrong, wiki_search.call("search_pages", {"query": "zz"}), "x")
         texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
-        assert texts == ["error: ValueError: no page '900'", "nothing found"] and reward == [0, 0, 0]
+        assert texts == ["error: ValueError: no page '900'", "nothing found"] and state["turn_rewards"] == [0, 0, 0]
         # an error that repeats the call earns nothing
         echo = [wiki_search.call("search_pages", {name: ""}), wiki_search.call("view_page", {"page_id": row["answer"]})]
         assert play(env, row, *echo, "x")[1] == [0, 0, 0]
@@ -49,7 +49,7 @@ def test_wiki_search_reads_a_directory(tmp_path):
     env = load_environment("wiki_search", args)
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
     state, reward, _ = play(env, env.dataset[0], search, wiki_search.call("view_page", {"page_id": "1"}), "sicily")
-    assert state["completion"][1]["content"] == "1: Mount Etna" and sum(reward) == pytest.approx(0.8)
+    assert state["completion"][1]["content"] == "1: Mount Etna" and reward == pytest.approx(0.8)
     assert len(load_environment("wiki_search", args | {"num_eval": 0}).dataset) == 3
     with pytest.raises(DataError, match="3 questions, none left to train on"):
         load_environment("wiki_search", args | {"num_eval": 3})
@@ -63,12 +63,17 @@ def test_alphabet_sort_asks_again_and_credits_each_turn():
     row = env.dataset[0]
     first, second, third = row["info"]["answers"]
     state, reward, metrics = play(env, row, first, second, third.upper())
-    assert reward == pytest.approx([1 / 3] * 3) and metrics == {"in_order": pytest.approx(1.0), "exact": 1.0}
+    assert (
+        state["turn_rewards"] == pytest.approx([1 / 3] * 3)
+        and reward == pytest.approx(1.0)
+        and metrics == {"in_order": pytest.approx(1.0), "exact": 1.0}
+    )
     asked = [m["content"] for m in state["prompt"] + state["completion"] if m["role"] == "user"]
     said = " ".join(asked).replace("Sort: ", "").replace("Add: ", "").split()
     assert sorted(said) == third.split() and len(asked) == 3 and set(said) <= set(alphabet_sort.NAMES)
     swapped = " ".join(reversed(second.split()))
-    _, reward, metrics = play(env, row, first, swapped, third)
+    state, _, metrics = play(env, row, first, swapped, third)
+    reward = state["turn_rewards"]
     assert reward[0] == reward[2] == pytest.approx(1 / 3) and 0 < reward[1] < 1 / 15 and metrics["exact"] == 0
 
 
