@@ -2,7 +2,7 @@
 # bash launch.sh config.toml [table.key=value ...] [--check]     --check: look for what would spoil a run, train nothing
 # Sets up .venv once (--setup: no more), then runs orchestrator.py, vLLM and torchrun trainer.py until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage, 130/143.
-# SERVER=".venv/bin/python tests/fake_vllm.py" replaces vLLM; KIND=gpu or cpu, PYTHON: of .venv; NNODES, MASTER_ADDR, ...
+# SERVER=".venv/bin/python tests/fake_vllm.py": for vLLM; KIND=gpu or cpu, PYTHON: of .venv; NNODES, MASTER_ADDR, ...
 set -u
 if [[ $# = 0 || " $* " =~ " -h "|" --help "|" --replay" ]]; then sed -n '2,5s/^# //p' "$0"; exit 2; fi
 GIVEN=("$(realpath -m -- "$1")" "${@:2}") CHECK='' program=trainer.py && cd "$(dirname "$0")" || exit 2
@@ -36,7 +36,7 @@ resolved=$("$PY" configs/__init__.py "${GIVEN[@]}") || exit
 eval "$resolved" # run_dir, sends_adapters, each key as an array (run_model, trainer_gpus, ...), inference_flags
 LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps
 if [ -z "$CHECK" ] && [ "$(cat "$run_dir/done" 2>/dev/null || echo -1)" -ge "$STEPS" ]; then
-    [ "$(cat "$run_dir/identity")" = "$identity" ] || fail 2 "$run_dir is of another run: choose another run_name, or remove it"
+    [ "$(cat "$run_dir/identity")" = "$identity" ] || fail 2 "$run_dir is of another run: choose another run_name"
     echo "[launch] already complete: $run_dir has its $STEPS steps; set max_steps higher, or run_name"; exit 0
 fi
 { exec 9>>"$run_dir/.lock"; } 2>/dev/null || fail 6 "$run_dir/.lock cannot be written"
