@@ -78,10 +78,9 @@ def load_config(path, overrides=(), replay=None):
 
 def parsed(item):
     """An override -> {dotted key: value}. A bare word is a string. ValueError where it is no key=value."""
-    key, equals, text = item.partition("=")
     with suppress(ValueError):
         return flatten(tomllib.loads(item))
-    return flatten(tomllib.loads(f"{key}{equals}{json.dumps(text)}"))
+    return flatten(tomllib.loads(re.sub("(?s)=(.*)", lambda text: f"={json.dumps(text[1])}", item)))
 
 
 def flatten(raw, prefix=""):
@@ -127,8 +126,7 @@ def checked(key, value):
     value = float(value) if kind is float and type(value) is int else value
     is_kind = type(value) is kind and (kind is not list or all(type(item) is str for item in value))
     is_plain = json.loads(json.dumps(value, default=str), parse_constant=str) == value
-    wanted = {float: "a finite float", list: "a list of strings", dict: "a table, without dates, inf and nan"}
-    require(is_kind and is_plain, 2, f"{what}: must be {wanted.get(kind, kind.__name__)}")
+    require(is_kind and is_plain, 2, f"{what}: must be {LIMITS['types'][kind.__name__]}")
     return value
 
 
@@ -208,29 +206,28 @@ def cut_lines(path, keep):
 
 
 def run_role(role, main):
-    """main(sys.argv[1:]), then the end of this process, also where threads wait for a dead peer."""
-    sys.excepthook = lambda kind, error, trace: fail(role, error)
-    main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def fail(role, e):
-    """Exits with the code of an error, and says why, in one line to launch.sh and to the log.
+    """main(sys.argv[1:]), then the exit code of what it raised, and why, in one line to launch.sh and to the log.
 
     PYTHONFAULTHANDLER, which launch.sh sets, prints every thread's stack on the SIGABRT that it sends to what hangs."""
-    # torch's CheckpointException, which is no Exception, has what each rank met; asyncio.TaskGroup raises groups
-    while hasattr(e, "failures") or isinstance(e, BaseExceptionGroup):
-        e = next(iter(e.failures.values()))[0] if hasattr(e, "failures") else e.exceptions[0]
-    text = f"{type(e).__name__}: {' '.join(str(e).split())}".removeprefix("RunError: ")
-    # a code of ours, not just any that an error has; safetensors has the system's number in the text alone
-    code = {2: 2, 4: 4, 5: 5, 6: 6}.get(getattr(e, "code", 0), 6 if re.search(STORAGE, text) else 3)
-    tell_launcher(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
-    with suppress(OSError):  # the disk may be full, which must not change the code
-        if code == 3:
-            sys.__excepthook__(type(e), e, e.__traceback__)
-        print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
-    os._exit(code)
+    code = 0
+    try:
+        main(sys.argv[1:])
+        sys.stdout.flush()
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # no sys.excepthook: torch.distributed puts one of its own before it
+        # torch's CheckpointException, which is no Exception, has what each rank met; asyncio.TaskGroup raises groups
+        while hasattr(e, "failures") or isinstance(e, BaseExceptionGroup):
+            e = next(iter(e.failures.values()))[0] if hasattr(e, "failures") else e.exceptions[0]
+        text = f"{type(e).__name__}: {' '.join(str(e).split())}".removeprefix("RunError: ")
+        # a code of ours, not just any that an error has; safetensors has the system's number in the text alone
+        code = {2: 2, 4: 4, 5: 5, 6: 6}.get(getattr(e, "code", 0), 6 if re.search(STORAGE, text) else 3)
+        tell_launcher(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
+        with suppress(OSError):  # the disk may be full, which must not change the code
+            if code == 3:
+                sys.__excepthook__(type(e), e, e.__traceback__)
+            print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
+    os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process
 
 
 def tell_launcher(line):
