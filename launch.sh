@@ -5,7 +5,7 @@
 # SERVER=".venv/bin/python tests/fake_vllm.py": for vLLM; KIND=gpu or cpu, PYTHON: of .venv; NNODES, MASTER_ADDR, ...
 set -u
 if [[ $# = 0 || " $* " =~ " -h "|" --help "|" --replay" ]]; then sed -n '2,5s/^# //p' "$0"; exit 2; fi
-GIVEN=("$(realpath -m -- "$1")" "${@:2}") CHECK='' program=trainer.py && cd "$(dirname "$0")" || exit 2
+GIVEN=("$(realpath -m -- "$1")" "${@:2}") CHECK='' && cd "$(dirname "$0")" || exit 2
 fail() { echo "[launch] $2 (exit=$1)" >&2; exit "$1"; } # while nothing runs yet
 
 # --- the interpreter: .venv, made here on first use, or an active one with what requirements-$KIND.txt pins -----------
@@ -31,7 +31,7 @@ fi
 
 # --- configuration; one run per directory -----------------------------------------------------------------------------
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TOKENIZERS_PARALLELISM=false
-[[ " $* " != *" --check "* ]] || CHECK=1 program=tools/check.py GIVEN=("${GIVEN[@]/#--check/max_steps=0}" eval.every=0)
+[[ " $*" != *" --check"* ]] || CHECK=tools/check.py GIVEN=("${GIVEN[@]/#--check/max_steps=0}" max_steps=0 eval.every=0)
 resolved=$("$PY" configs/__init__.py "${GIVEN[@]}") || exit
 eval "$resolved" # run_dir, sends_adapters, each key as an array (run_model, trainer_gpus, ...), inference_flags
 LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps
@@ -138,9 +138,9 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}" --port "${URLS[i]##*:}"
     done
     local n=$trainer_gpus; [ -n "$(find -L "$run_model" -size +32M 2>/dev/null)" ] || n=$((2 * n)) # small: less to do
-    start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" "${offline[@]}" \
-        OMP_NUM_THREADS="$(share "$n")" PYTORCH_ALLOC_CONF=expandable_segments:True "${gate[@]}" "$PY" -m \
-        torch.distributed.run --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "$program" "${GIVEN[@]}"
+    start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" OMP_NUM_THREADS="$(share "$n")" \
+        PYTORCH_ALLOC_CONF=expandable_segments:True "${offline[@]}" "${gate[@]}" "$PY" -m torch.distributed.run \
+        --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "${CHECK:-trainer.py}" "${GIVEN[@]}"
     [ ! -f tools/watch.py ] || [ -n "$CHECK" ] || start watch "$PY" tools/watch.py "$run_dir"
 }
 begun=$SECONDS moved=$SECONDS before='' said=''

@@ -118,7 +118,7 @@ def resolve(given, path, replay):
 
 def checked(key, value):
     """The value, of the default's type (1 becomes 1.0 for a float) and of what JSON can hold, or RunError 2."""
-    what, kind = f"key {key!r} = {value!r}", type(DEFAULTS.get(key))
+    what, kind = f"key {key!r} = {redacted(value)!r}", type(DEFAULTS.get(key))
     if key not in DEFAULTS:
         # what comes after the last dot counts twice
         likeness = lambda known: SequenceMatcher(None, known.split(".")[-1] + known, key.split(".")[-1] + key).ratio()
@@ -141,7 +141,7 @@ def check_rules(flat):
         holds = {"above": lambda: a > b, "at least": lambda: a >= b, "below": lambda: a < b, "at most": lambda: a <= b}
         holds |= {"left out with": lambda: is_out or not is_there, "left out without": lambda: is_out or is_there}
         holds |= {"a multiple of": lambda: b in range(1, a + 1) and a % b == 0, "like": lambda: matches(b)}
-        require(holds[must](), 2, f"key {key!r} = {a!r}: must be {must} {other}{f' = {b!r}' * (b is not other)}")
+        require(holds[must](), 2, f"key {key!r} = {redacted(a)!r}: must be {must} {other}{f' = {b!r}' * (b != other)}")
 
 
 def named(name, table):
@@ -181,10 +181,10 @@ def refuse_other(found, cfg, what):
 
 
 def redacted(value):
-    """The value, without strings that are named like secrets: they are not for the disk."""
+    """The value, without strings that are named like secrets: they are not for the disk. Dates become text."""
     is_secret = lambda key, value: re.fullmatch(LIMITS["secret"], key) and type(value) in (str, list)
     hide = lambda table: {k: "REDACTED" if is_secret(k, v) else v for k, v in table.items()}
-    return json.loads(json.dumps(value), object_hook=hide)
+    return json.loads(json.dumps(value, default=str), object_hook=hide)
 
 
 def to_toml(cfg):

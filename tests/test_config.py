@@ -346,6 +346,8 @@ def test_launch_refuses_within_seconds(override, tmp_path):
 def test_overrides_add_to_open_tables(tmp_path):
     cfg = load(tmp_path, VF_RL, "env.args.num=3", "env.args.name=word", "inference.args.enforce_eager=true")
     assert cfg.env[0].args == {"max_turns": 10, "num": 3, "name": "word"}
+    with pytest.raises(RunError, match="api_key': 'REDACTED'"):  # nor does an error show it
+        load(tmp_path, VF_RL, "env.args.api_key=sk-1", "env.args.since=2024-05-01")
     mine = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enforce_eager": True}
     assert cfg.inference.args == mine | ONE_DEVICE
 
