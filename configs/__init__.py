@@ -250,7 +250,7 @@ if launcher := os.environ.get("ROLEMODEL_LAUNCHER"):
 
 
 def for_launch(argv):
-    """Prints run_dir, sends_adapters, and every key as an array <table>_<key>; vLLM's args as its flags."""
+    """Prints run_dir, sends_adapters, identity, and every key as an array <table>_<key>; vLLM's args as its flags."""
     cfg = arguments(__doc__, argv)
     words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "identity": json.dumps(identity(cfg))}
     words |= {"_".join(f"run.{key}".split(".")[-2:]): value for key, value in cfg.flat.items()}
