@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # bash launch.sh config.toml [table.key=value ...] [--check]     --check: look for what would spoil a run, train nothing
-# Sets up .venv once, then runs orchestrator.py, vLLM server(s) and torchrun trainer.py until all is done or one fails.
+# Sets up .venv once (--setup: no more), then runs orchestrator.py, vLLM and torchrun trainer.py until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data or environment, 5 numerics, 6 storage, 130/143.
-# Environment: SERVER=".venv/bin/python tests/fake_vllm.py" replaces vLLM; PYTHON makes .venv, KIND=gpu (or cpu) is what
-# goes into it (--setup: no more than that); NNODES=N MASTER_ADDR=... MASTER_PORT=... trains on N machines.
+# SERVER=".venv/bin/python tests/fake_vllm.py": for vLLM; KIND=gpu or cpu, PYTHON: of .venv; NNODES, MASTER_ADDR, ...
 set -u
-if [ $# -lt 1 ] || [ "$1" = -h ] || [ "$1" = --help ]; then sed -n '2,6s/^# //p' "$0"; exit 2; fi
-GIVEN=("$(realpath -m -- "$1")" "${@:2}") && cd "$(dirname "$0")" || exit 2
+if [[ $# = 0 || " $* " =~ " -h "|" --help "|" --replay" ]]; then sed -n '2,5s/^# //p' "$0"; exit 2; fi
+GIVEN=("$(realpath -m -- "$1")" "${@:2}") CHECK='' && cd "$(dirname "$0")" || exit 2
 fail() { echo "[launch] $2 (exit=$1)" >&2; exit "$1"; } # while nothing runs yet
 
 # --- the interpreter: .venv, made here on first use, or an active one with what requirements-$KIND.txt pins -----------
@@ -32,11 +31,12 @@ fi
 
 # --- configuration; one run per directory -----------------------------------------------------------------------------
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TOKENIZERS_PARALLELISM=false
+[[ " $*" != *" --check"* ]] || CHECK=tools/check.py GIVEN=("${GIVEN[@]/#--check/max_steps=0}" max_steps=0 eval.every=0)
 resolved=$("$PY" configs/__init__.py "${GIVEN[@]}") || exit
 eval "$resolved" # run_dir, sends_adapters, each key as an array (run_model, trainer_gpus, ...), inference_flags
-LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps CHECK='' program=trainer.py outcome="done"
-[[ " $* " != *" --check "* ]] || CHECK=1 program=tools/check.py outcome="all checks passed"
-if [ -z "$CHECK" ] && [ "$(cat "$run_dir/done" 2>/dev/null || echo 0)" -ge "$STEPS" ]; then
+LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps
+if [ -z "$CHECK" ] && [ "$(cat "$run_dir/done" 2>/dev/null || echo -1)" -ge "$STEPS" ]; then
+    [ "$(cat "$run_dir/identity")" = "$identity" ] || fail 2 "$run_dir is of another run: choose another run_name"
     echo "[launch] already complete: $run_dir has its $STEPS steps; set max_steps higher, or run_name"; exit 0
 fi
 { exec 9>>"$run_dir/.lock"; } 2>/dev/null || fail 6 "$run_dir/.lock cannot be written"
@@ -72,11 +72,11 @@ elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
     fail 2 "inference.gpus = $inference_gpus and trainer.gpus = $trainer_gpus, but there are $NUM GPUs"
 elif [ $((inference_gpus + trainer_gpus)) -gt "$NUM" ]; then # NCCL refuses two ranks on one device
     echo "[launch] vLLM and the trainer share $NUM GPU(s)" # vLLM first: it counts what others take while it starts
-    first=0 own=trainer.sync_backend=gloo flags+=(--gpu-memory-utilization 0.4)
+    first=0 own='trainer.sync_backend = "gloo"' flags+=(--gpu-memory-utilization 0.4)
     gate=(bash -c 'until (: <"$0") 2>/dev/null; do sleep 0.5; done; exec "$@"' "/dev/tcp/127.0.0.1/${URLS[-1]##*:}")
 fi
-flags+=("${inference_flags[@]}") # last, so that they overrule
-export ROLEMODEL_OVERRIDES="$own inference.urls=[$(printf '"%s",' "${URLS[@]}")]"
+flags+=(${trainer_head_dtype:+--hf-overrides.head_dtype float32} "${inference_flags[@]}") # last: they overrule
+export ROLEMODEL_OVERRIDES="inference.urls = [$(printf '"%s",' "${URLS[@]}")]"$'\n'"$own"
 [ -n "${NNODES:-}${inference_urls[*]}" ] || export {GLOO,NCCL}_SOCKET_IFNAME=lo
 [ -z "${NNODES:-}" ] || nodes=(--nnodes "$NNODES" --node-rank 0 --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
 
@@ -138,9 +138,9 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
             ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}" --port "${URLS[i]##*:}"
     done
     local n=$trainer_gpus; [ -n "$(find -L "$run_model" -size +32M 2>/dev/null)" ] || n=$((2 * n)) # small: less to do
-    start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" "${offline[@]}" \
-        OMP_NUM_THREADS="$(share "$n")" PYTORCH_ALLOC_CONF=expandable_segments:True "${gate[@]}" "$PY" -m \
-        torch.distributed.run --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "$program" "${GIVEN[@]}"
+    start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" OMP_NUM_THREADS="$(share "$n")" \
+        PYTORCH_ALLOC_CONF=expandable_segments:True "${offline[@]}" "${gate[@]}" "$PY" -m torch.distributed.run \
+        --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "${CHECK:-trainer.py}" "${GIVEN[@]}"
     [ ! -f tools/watch.py ] || [ -n "$CHECK" ] || start watch "$PY" tools/watch.py "$run_dir"
 }
 begun=$SECONDS moved=$SECONDS before='' said=''
@@ -175,6 +175,6 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
     done; done
 done
 [ "${version:--1}" -ge "$STEPS" ] || finish 3 "[launch] stopped at version ${version:-?} of $STEPS (exit=3 log=$LOGS)"
-echo "$STEPS" >"$run_dir/done.tmp" && mv "$run_dir/done.tmp" "$run_dir/done"
+echo "$identity" >"$run_dir/identity" && echo "$STEPS" >"$run_dir/done.tmp" && mv "$run_dir/done.tmp" "$run_dir/done"
 [ -z "${PID[watch]:-}" ] || timeout 60 tail --pid="${PID[watch]}" -f /dev/null; sleep 0.5 # for the last picture, lines
-finish 0 "[launch] $outcome in $((SECONDS - begun)) s: $run_dir"
+finish 0 "[launch] ${CHECK:+all checks passed, }done in $((SECONDS - begun)) s: $run_dir"

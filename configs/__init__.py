@@ -3,27 +3,23 @@
 PYTHONPATH=. python configs/__init__.py config.toml [table.key=value ...]    # what launch.sh asks: shell assignments
 """
 
-import argparse
 import ctypes
-import difflib
-import importlib
 import json
-import math
 import os
+import pkgutil
 import re
 import shlex
 import sys
 import tomllib
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import namedtuple
 from contextlib import suppress
+from difflib import SequenceMatcher
 from pathlib import Path
-from urllib.parse import urlsplit
 
-HERE = Path(__file__).resolve().parent
-SCHEMA = tomllib.loads((HERE / "defaults.toml").read_text())
-LIMITS, DEFAULTS = SCHEMA.pop("limits"), {}  # DEFAULTS: {dotted key: value}, filled below
-ORIGIN = "# all keys of "  # how a run's config.toml begins; the path of the file that it is from follows
-STORAGE = (5, 13, 17, 20, 28, 30, 122)  # errno: EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
+SCHEMA = tomllib.loads(Path(__file__).with_name("defaults.toml").read_text())
+LIMITS = SCHEMA.pop("limits")
+STORAGE = r"(Errno|os error) (5|13|17|20|28|30|122)\b"  # EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
 
 
 class RunError(Exception):
@@ -44,147 +40,115 @@ def require(is_so, code, cause):
 
 
 def arguments(doc, argv):
-    """config.toml [table.key=value ...] [--replay DIR | --check] -> cfg; cfg.replay is DIR or None."""
-    how = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-    parser = argparse.ArgumentParser(description=doc, **how)
-    parser.add_argument("config")
+    """config.toml [table.key=value ...] [--replay DIR] -> cfg, as load_config's."""
+    parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("path", metavar="config.toml")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
-    parser.add_argument("--replay", type=Path, metavar="DIR", help="trainer.py: train on saved batches, no server")
-    parser.add_argument("--check", action="store_true", help="look for what would spoil the run; train nothing")
-    args = parser.parse_intermixed_args(argv)
-    cfg = load_config(args.config, args.overrides, args.check)
-    cfg.replay = args.replay
-    return cfg
+    parser.add_argument("--replay", type=lambda name: Path(name).resolve(), metavar="DIR", help="of saved batches")
+    return load_config(**vars(parser.parse_intermixed_args(argv)))
 
 
-def load_config(path, overrides=(), is_check=False):
+def load_config(path, overrides=(), replay=None):
     """TOML and `table.key=value` overrides -> frozen tuples: cfg.trainer.loss, cfg.run.model (the top level), ...;
-    cfg.env is a list, cfg.flat has all but further environments as {dotted key: value}. Raises RunError 2 that names
-    the key and, where it is unknown, the nearest known one.
+    cfg.env is a list, cfg.flat has all as {dotted key: value}, cfg.replay is the directory or None. Raises RunError 2
+    that names the key and, where it is unknown, the nearest known one.
 
     Modules beside the file come first on Python's path, as beside a script; those of configs/ come last. config.toml in
     a run's directory stands for the file that it is from."""
-    # 1. The file.
+    # 1. The file and the overrides.
     try:
-        given = flatten(tomllib.loads(text := Path(path).read_text()))
+        given = flatten(tomllib.loads(Path(source := path).read_text()))
+        envs = [flatten({"env": env}) for env in given.pop("env")] if type(given.get("env")) is list else []
+        for source in overrides:
+            given = merged(given, parsed(source))
     except (OSError, ValueError) as e:  # no such file, no text, no TOML
-        raise RunError(2, f"{path}: {e}") from None
-    path = text.removeprefix(ORIGIN).splitlines()[0] if text.startswith(ORIGIN) else path
-    sys.path[:] = [str(Path(path).resolve().parent), *sys.path, str(HERE)]
-    mix = given.pop("env") if isinstance(given.get("env"), list) else []  # [[env]] tables
-    if len(mix) == 1:  # as in a run's config.toml: env.args.x=1 says enough
-        given, mix = given | flatten({"env": mix[0]}), []
-    # 2. The overrides: a bare word is a string, env.args.x=1 leaves the other args. launch.sh's are of this run alone.
-    own, before = os.environ.get("ROLEMODEL_OVERRIDES", "").split(), {}
-    for item in (*overrides, *own):
-        key, equals, text = item.partition("=")
-        is_key = equals and re.fullmatch(r'("[^"]*"|[\w-]+)(\.("[^"]*"|[\w-]+))*', key.strip())
-        require(is_key, 2, f"override {item!r}: must be key=value, e.g. trainer.learning_rate=3e-5")
-        try:
-            nested = tomllib.loads(item)
-        except ValueError:
-            nested = tomllib.loads(f"{key} = {json.dumps(text)}")
-        for name, value in flatten(nested).items():
-            before |= {name: given.get(name, DEFAULTS.get(name))} if item in own else {}
-            given[name] = merged(given.pop(name, None), value)  # the last: of two names for one key it holds
-    require(not (mix and any(k.startswith("env.") for k in given)), 2, "env.*=... does not say which [[env]] is meant")
-    # 3. Names of vf-rl and of TRL's GRPOTrainer, in a file that has their table.
+        raise RunError(2, f"{source}: {e}") from None
+    origin = Path(str(given.get("origin") or path)).resolve()
+    sys.path[:] = [str(origin.parent), *sys.path, str(Path(__file__).resolve().parent)]
+    # 2. Names of vf-rl and of TRL's GRPOTrainer, in a file that has their table.
     if any(key.startswith("trainer.args.") for key in given):
-        given = importlib.import_module("configs.old_names").translate(given)
-    # 4. One configuration for each environment, of which the first gets all environments.
-    envs = [flatten({"env": table}) for table in mix] or [{}]
-    cfg, *others = [resolve(given | env, Path(path), is_check) for env in envs]
+        given = named("old_names:translate", {})(given)
+    # 3. One configuration for each [[env]], of which the first gets all environments. An override is for each.
+    cfg, *others = [resolve(merged(env, given), origin, replay) for env in envs or [{}]]
     cfg.env = [cfg.env, *(other.env for other in others)]
-    cfg.flat |= before
+    cfg.flat["env"] = [env._asdict() for env in cfg.env]
     require(len({env.name for env in cfg.env}) == len(cfg.env), 2, f"{path}: each [[env]] needs a name of its own")
     return cfg
 
 
+def parsed(item):
+    """An override -> {dotted key: value}. A bare word is a string. ValueError where it is no key=value."""
+    with suppress(ValueError):
+        return flatten(tomllib.loads(item))
+    return flatten(tomllib.loads(re.sub("(?s)=(.*)", lambda text: f"={json.dumps(text[1])}", item)))
+
+
 def flatten(raw, prefix=""):
-    """Nested dict -> {dotted key: value}. What a key of ours stands for, such as the table env.args, stays whole."""
+    """Nested dict -> {dotted key: value}. A table whose keys are not ours, such as env.args, stays whole."""
     flat = {}
-    for name, value in raw.items():
-        is_table = isinstance(value, dict) and value and prefix + name not in DEFAULTS
-        flat |= flatten(value, f"{prefix}{name}.") if is_table else {prefix + name: value}
+    for key, value in ((prefix + name, value) for name, value in raw.items()):
+        flat |= flatten(value, f"{key}.") if isinstance(value, dict) and key not in LIMITS["open"] else {key: value}
     return flat
 
 
 def merged(old, new):
-    """new, or of two dicts old with what new has, at every depth."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return new
-    return old | {key: merged(old.get(key), value) for key, value in new.items()}
+    """new, or of two dicts old with what new has, at every depth: env.args.x=1 leaves the other args."""
+    is_deep = isinstance(old, dict) and isinstance(new, dict)
+    return old | {key: merged(old.get(key), value) for key, value in new.items()} if is_deep else new
 
 
-DEFAULTS |= flatten(SCHEMA)
+DEFAULTS = flatten(SCHEMA)  # {dotted key: value}
 
 
-def resolve(given, path, is_check):
+def resolve(given, path, replay):
     """{dotted key: value} with one environment -> the configuration of all keys, checked."""
-    # 1. Each value by itself, those that are given first; then what stands for "" and how vLLM's flags are written.
-    flat = DEFAULTS | {key: checked(key, (DEFAULTS | given)[key]) for key in (*given, *DEFAULTS)}
-    args = {flag.replace("-", "_"): value for flag, value in flat["inference.args"].items()}
-    name = (flat["run_name"] or path.stem) + "-check" * is_check
-    flat |= {"inference.args": args, "run_name": name, "env.name": flat["env.name"] or flat["env.id"]}
-    # 2. Combinations, each named with both values.
-    require(name[0] not in "./", 2, f"run_name = {name!r}: must be a directory's name, under output_dir")
-    redacted("inference.args", args)  # refuses what is no JSON
-    owned = sorted(set(args) & set(LIMITS["owned"].split()))
-    require(not owned, 2, f"inference.args.{owned}: set by launch.sh, from inference.gpus, max_seq_len, dtype, seed")
-    urls = flat["inference.urls"]
-    is_http = all(url.startswith(("http://", "https://")) for url in urls)
-    require(is_http, 2, f"inference.urls = {urls}: each must begin with http:// or https://")
-    far = {flat["trainer.sync_host"], *(urlsplit(url).hostname for url in urls)} - {"127.0.0.1", "localhost"}
-    is_allowed = flat["inference.allow_remote"] or not far
-    require(is_allowed, 2, f"inference.urls or trainer.sync_host: {far} needs inference.allow_remote = true")
-    values = {(split := "inference.args.tensor_parallel_size"): args.get("tensor_parallel_size", 1)} | flat
-    is_split = type(values[split]) is int and values[split] > 0
-    require(is_split, 2, f"{split} = {values[split]!r}: must be an int above 0")
-    for key, relation, other in LIMITS["relations"]:
-        a, b, usual = flat[key], values.get(other, other), DEFAULTS[key]
-        holds = {"below": lambda: a < b, "at least": lambda: a >= b, "a multiple of": lambda: not a % b}
-        holds |= {"left out without": lambda: b or a == usual, "0 with": lambda: not (a and b)}
-        require(holds[relation](), 2, f"{key} = {a} must be {relation} {other}{f' = {b}' * (other in values)}")
-    loss, known = flat["trainer.loss"], {"sft"}.union(*LIMITS["knobs"].values())
-    for key, losses in LIMITS["knobs"].items():  # one of the user's own may use any
-        is_used = loss in losses or loss not in known or flat[key] == DEFAULTS[key]
-        require(is_used, 2, f"{key} = {flat[key]}: trainer.loss = {loss!r} does not use it, only {losses}")
-    # 3. The tables.
-    flat |= {"max_steps": 0, "tracker": "", "eval.every": 0} if is_check else {}
-    cfg = argparse.Namespace(path=path, flat=flat, replay=None)
+    flat = merged(DEFAULTS | {"origin": str(path)}, {key: checked(key, value) for key, value in given.items()})
+    flat |= {"run_name": flat["run_name"] or path.stem, "env.name": flat["env.name"] or flat["env.id"]}
+    check_rules(flat)
+    # What launch.sh has found out is of this run alone: not for config.toml.
+    values = flat | flatten(tomllib.loads(os.environ.get("ROLEMODEL_OVERRIDES", "")))
+    cfg = Namespace(flat={k: v for k, v in flat.items() if not k.startswith("env.")}, replay=replay)
     for table in ("run", "env", "orchestrator", "sampling", "inference", "trainer", "eval", "checkpoint"):
-        values = {k.rpartition(".")[2]: v for k, v in flat.items() if f"run.{k}".split(".")[-2] == table}
-        setattr(cfg, table, namedtuple(table, values)(**values))
+        fields = {k.rpartition(".")[2]: v for k, v in values.items() if f"run.{k}".split(".")[-2] == table}
+        setattr(cfg, table, namedtuple(table, fields)(**fields))
     # Merging LoRA into 16-bit weights rounds early updates away; in fp32 it is exact, and vLLM samples faster.
     cfg.sends_adapters = cfg.trainer.use_lora and cfg.trainer.dtype != "fp32"
     return cfg
 
 
 def checked(key, value):
-    """The value as the schema wants it (1 becomes 1.0 for a float), or RunError 2."""
-    name, start = key.rpartition(".")[2], f"key {key!r} = {value!r}: must be"
+    """The value, of the default's type (1 becomes 1.0 for a float) and of what JSON can hold, or RunError 2."""
+    what, kind = f"key {key!r} = {redacted(value)!r}", type(DEFAULTS.get(key))
     if key not in DEFAULTS:
-        names = {known.rpartition(".")[2]: known for known in reversed(DEFAULTS)}
-        hints = [text for word, text in LIMITS["moved"].items() if word in key.split(".")]
-        hints += [f"did you mean {names[near]!r}?" for near in difflib.get_close_matches(name, names, 1)]
-        raise RunError(2, f"key {key!r} = {value!r}: unknown; {[*hints, 'configs/defaults.toml has all keys'][0]}")
-    kind, most, choices = type(DEFAULTS[key]), LIMITS["at_most"].get(name, 1e300), LIMITS["choices"].get(name, [value])
+        # what comes after the last dot counts twice
+        likeness = lambda known: SequenceMatcher(None, known.split(".")[-1] + known, key.split(".")[-1] + key).ratio()
+        raise RunError(2, f"{what}: unknown; the nearest in configs/defaults.toml is {max(DEFAULTS, key=likeness)!r}")
     value = float(value) if kind is float and type(value) is int else value
     is_kind = type(value) is kind and (kind is not list or all(type(item) is str for item in value))
-    require(is_kind, 2, f"{start} {kind.__name__}{' of strings' * (kind is list)}, not {type(value).__name__}")
-    is_number, is_needed = kind in (int, float), {name, key} & set(LIMITS["positive"].split())
-    require(not is_number or 0 <= value <= most, 2, f"{start} at least 0{f' and at most {most}' * (most < 1e300)}")
-    require(value or not is_needed, 2, f"{start} {'above 0' if is_number else 'given'}")
-    require(value in choices or ("module:function" in choices and ":" in value), 2, f"{start} one of {choices}")
+    is_plain = json.loads(json.dumps(value, default=str), parse_constant=str) == value
+    require(is_kind and is_plain, 2, f"{what}: must be {LIMITS['types'][kind.__name__]}")
     return value
+
+
+def check_rules(flat):
+    """RunError 2 where a rule of the schema's [limits] does not hold."""
+    values = {flat["trainer.loss"]: True} | flat | {f"inference.args.{k}": v for k, v in flat["inference.args"].items()}
+    for key, must, other in [(key, *rule) for keys, *rule in LIMITS["rules"] for key in keys.split()]:
+        a, b = flat[key], values.get(str(other), other)
+        matches = lambda text: all(re.fullmatch(text, str(x)) for x in (a if type(a) in (list, dict) else [a]))
+        is_out = a == DEFAULTS[key] or matches(LIMITS["local"])
+        is_there = any(values.get(name) for name in str(other).split())
+        holds = {"above": lambda: a > b, "at least": lambda: a >= b, "below": lambda: a < b, "at most": lambda: a <= b}
+        holds |= {"left out with": lambda: is_out or not is_there, "left out without": lambda: is_out or is_there}
+        holds |= {"a multiple of": lambda: b in range(1, a + 1) and a % b == 0, "like": lambda: matches(b)}
+        require(holds[must](), 2, f"key {key!r} = {redacted(a)!r}: must be {must} {other}{f' = {b!r}' * (b != other)}")
 
 
 def named(name, table):
     """An entry of the table, or what "module:function" names. RunError 2 where there is none."""
-    module, colon, attribute = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), attribute) if colon else table[name]
-    except (ImportError, AttributeError, KeyError) as e:
+        return pkgutil.resolve_name(name) if ":" in name else table[name]
+    except (ImportError, AttributeError, KeyError, ValueError) as e:
         raise RunError(2, f"{name!r} is no module:function that can be used: {type(e).__name__}: {e}") from e
 
 
@@ -198,20 +162,16 @@ def served_name(cfg, version=None):
 
 
 def run_directory(cfg, suffix=""):
-    path = Path(cfg.run.output_dir) / (cfg.run.run_name + suffix.replace(":", "."))
+    """With max_steps = 0 one beside it, which leaves the run alone."""
+    path = Path(cfg.run.output_dir, cfg.run.run_name + "-check" * (not cfg.run.max_steps) + suffix.replace(":", "."))
     for part in ("batches", "checkpoints", "logs"):
         (path / part).mkdir(parents=True, exist_ok=True)
     return path
 
 
 def identity(cfg):
-    """What must not change between a run and its resumption."""
-    t = cfg.trainer
-    lora = [t.lora_rank, t.lora_alpha, t.lora_target_modules] if t.use_lora else None
-    env = [[e.name, e.id, redacted("args", e.args), e.ratio] for e in cfg.env]
-    replay = cfg.replay and str(cfg.replay.resolve())  # of other batches it would go on where those ended
-    found = {"run": cfg.run.run_name, "model": cfg.run.model, "seed": cfg.run.seed, "lora": lora, "env": env}
-    return found | {"replay": replay}
+    """What must not change between a run and its resumption; a replay of other batches would go on in the middle."""
+    return redacted({key: cfg.flat[key] for key in LIMITS["fixed"].split()} | {"replay": str(cfg.replay)})
 
 
 def refuse_other(found, cfg, what):
@@ -220,25 +180,17 @@ def refuse_other(found, cfg, what):
     require(not differs, 2, f"{what} is of another run: {'; '.join(differs)}. Choose another run_name, or remove it")
 
 
-def redacted(key, value):
-    """The value, without strings that are named like secrets: they are not for the disk. RunError 2 for what JSON has
-    not: dates, inf, nan."""
-    if type(value) is dict:
-        return {k: redacted(k, v) for k, v in value.items()}
-    if type(value) is list:
-        return [redacted(key, v) for v in value]
-    is_plain = isinstance(value, str | int) or (type(value) is float and math.isfinite(value))
-    require(is_plain, 2, f"key {key!r} = {value}: must be a string, true or false, or a finite number")
-    is_secret = key.lower().split("_")[-1] in ("key", "token", "secret", "password")
-    return "REDACTED" if is_secret and type(value) is str else value
+def redacted(value):
+    """The value, without strings that are named like secrets: they are not for the disk. Dates become text."""
+    is_secret = lambda key, value: re.fullmatch(LIMITS["secret"], key) and type(value) in (str, list)
+    hide = lambda table: {k: "REDACTED" if is_secret(k, v) else v for k, v in table.items()}
+    return json.loads(json.dumps(value, default=str), object_hook=hide)
 
 
 def to_toml(cfg):
     """The resolved configuration, for config.toml in the run directory. With = for : JSON's objects are TOML's."""
     text = lambda value: json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
-    parts = [{k: v for k, v in cfg.flat.items() if not k.startswith("env.")}, *(env._asdict() for env in cfg.env)]
-    lines = [[f"{k} = {text(v)}\n" for k, v in redacted("", part).items()] for part in parts]
-    return f"{ORIGIN}{cfg.path.resolve()}\n" + "\n[[env]]\n".join(map("".join, lines))
+    return "".join(f"{key} = {text(value)}\n" for key, value in redacted(cfg.flat).items())
 
 
 def cut_lines(path, keep):
@@ -263,28 +215,25 @@ def run_role(role, main):
         sys.stdout.flush()
     except (SystemExit, KeyboardInterrupt):
         raise
-    except BaseException as e:
+    except BaseException as e:  # no sys.excepthook: torch.distributed puts one of its own before it
         # torch's CheckpointException, which is no Exception, has what each rank met; asyncio.TaskGroup raises groups
         while hasattr(e, "failures") or isinstance(e, BaseExceptionGroup):
             e = next(iter(e.failures.values()))[0] if hasattr(e, "failures") else e.exceptions[0]
         text = f"{type(e).__name__}: {' '.join(str(e).split())}".removeprefix("RunError: ")
-        # safetensors raises an error of its own, with the system's number in its text
-        is_storage = getattr(e, "errno", 0) in STORAGE or any(f"os error {n})" in text for n in STORAGE)
-        code = 6 if is_storage else getattr(e, "code", 3)
-        code = code if code in (2, 4, 5, 6) else 3  # other people's errors have codes, too
+        # a code of ours, not just any that an error has; safetensors has the system's number in the text alone
+        code = {2: 2, 4: 4, 5: 5, 6: 6}.get(getattr(e, "code", 0), 6 if re.search(STORAGE, text) else 3)
         tell_launcher(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
         with suppress(OSError):  # the disk may be full, which must not change the code
-            if not (isinstance(e, RunError) or is_storage):
+            if code == 3:
                 sys.__excepthook__(type(e), e, e.__traceback__)
-            print(f"[{role}] exit={code} {text}".encode(errors="replace").decode(), file=sys.stderr, flush=True)
+            print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
     os._exit(code)  # not sys.exit: threads that wait for a dead peer must not hold the process
 
 
 def tell_launcher(line):
     """To launch.sh by its pipe: a full disk cannot close it, and torchrun turns every exit code into 1."""
-    if pipe := os.environ.get("ROLEMODEL_PIPE"):
-        with suppress(OSError), open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w", errors="replace") as f:
-            f.write(f"{line[:300]}{line[300:][-1200:]}\n")  # a worker's traceback ends in its cause
+    with suppress(OSError, KeyError), open(os.environ["ROLEMODEL_PIPE"], "w", errors="replace") as pipe:
+        pipe.write(f"{line[:300]}{line[300:][-1200:]}\n")  # a worker's traceback ends in its cause
 
 
 def beat():
@@ -297,35 +246,21 @@ if launcher := os.environ.get("ROLEMODEL_LAUNCHER"):
     # The kernel is to end this process when its parent dies, be it launch.sh, torchrun or vLLM's server. It is asked
     # here, since vLLM's workers import trainer.py, too; by then, seconds after the start, launch.sh may be gone.
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if not Path(f"/proc/{launcher}").exists():
-        os._exit(3)
+    os.kill(int(launcher), 0)  # raises where it is gone
 
 
 def for_launch(argv):
-    """Prints run_dir, sends_adapters, and every key as an array <table>_<key>; vLLM's args as its flags."""
+    """Prints run_dir, sends_adapters, identity, and every key as an array <table>_<key>; vLLM's args as its flags."""
     cfg = arguments(__doc__, argv)
-    require(not cfg.replay, 2, "--replay needs no servers: torchrun trainer.py config.toml --replay DIR")
-    for found in sorted(run_directory(cfg).glob("checkpoints/step_??????/state.json"))[-1:]:
-        with suppress(OSError, ValueError, KeyError):  # a damaged one is the orchestrator's to tell of
-            refuse_other(json.loads(found.read_text())["run"], cfg, found.parent)
-    args, words = dict(cfg.inference.args), {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters}
-    if cfg.trainer.head_dtype:  # beside the user's own
-        own = args.get("hf_overrides", {})
-        require(type(own) is dict, 2, f"inference.args.hf_overrides = {own!r}: must be a table")
-        args["hf_overrides"] = own | {"head_dtype": "float32"}
-    words["inference_flags"] = ["--enable-sleep-mode"] * cfg.inference.sleep
-    for key, value in args.items():  # true is --flag, false --no-flag
-        flag = f"--{'no-' if value is False else ''}{key.replace('_', '-')}"
-        values = {bool: [], list: value, dict: [json.dumps(value)]}.get(type(value), [value])
-        words["inference_flags"] += [flag, *values]
-    for key, value in cfg.flat.items():  # bash does not know 1e-05
-        name = (key if "." in key else f"run.{key}").replace(".", "_")
-        words[name] = f"{value:f}" if type(value) is float else value
+    words = {"run_dir": run_directory(cfg), "sends_adapters": cfg.sends_adapters, "identity": json.dumps(identity(cfg))}
+    words |= {"_".join(f"run.{key}".split(".")[-2:]): value for key, value in cfg.flat.items()}
+    flags = words["inference_flags"] = ["--enable-sleep-mode"] * cfg.inference.sleep
+    for key, value in cfg.inference.args.items():  # true is --flag, false --no-flag
+        flags.append(f"--{'no-' * (value is False)}{key.replace('_', '-')}")
+        flags += {bool: [], list: value, dict: [json.dumps(value)]}.get(type(value), [value])
     for name, value in words.items():
         print(f"{name}=({shlex.join(map(str, value if isinstance(value, list) else [value]))})")
 
 
 if __name__ == "__main__":
-    import configs  # this file as the package, whose RunError the others raise
-
-    configs.run_role("config", configs.for_launch)
+    run_role("config", for_launch)

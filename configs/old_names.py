@@ -123,7 +123,7 @@ PREFIX = "trainer.args."
 def translate(given):
     """{dotted key: value} of a file and its overrides -> the same with our names for those of [trainer.args].
 
-    RunError 2 for what is refused. Of two names for one key the later holds, with two exceptions in turn()."""
+    RunError 2 for what is refused. Of two names for one key ours holds, else the later, with exceptions in turn()."""
     args = {key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)}
     loss = given.get("trainer.loss") or args.get("loss") or args.get("loss_type")
     if not loss and {"epsilon", "epsilon_high", "delta"} & set(args):
@@ -155,12 +155,14 @@ def translate(given):
 
 
 def turn(item):
-    """For sorting. What turns something on (sync_ref_model = true) comes first, so that a number for it holds
-    (ref_model_sync_steps = 9); what turns it off comes last, and holds against any number. bf16 = false comes before
-    all: it says fp32 where no fp16 = true says more."""
+    """For sorting. Our own names come last, and hold. What turns something on (sync_ref_model = true) comes first, so
+    that a number for it holds (ref_model_sync_steps = 9); what turns it off comes after, and holds against any number.
+    bf16 = false comes before all: it says fp32 where no fp16 = true says more."""
     key, value = item
     stands_for = VALUES.get(key.removeprefix(PREFIX), {}).get(str(value))
-    if stands_for is None or not key.startswith(PREFIX):
+    if not key.startswith(PREFIX):
+        return 4
+    if stands_for is None:
         return 2
     if key == f"{PREFIX}bf16" and not value:
         return 0

@@ -17,7 +17,7 @@ bash launch.sh --setup
 PY=.venv/bin/python; [ -x "$PY" ] || PY=python3
 resolved=$(PYTHONPATH=$PWD "$PY" configs/__init__.py "$config" "$@")
 eval "$(grep -E '^(run_dir|run_max_steps|trainer_gpus)=' <<<"$resolved")"
-steps=$(cat "$run_dir/done" 2>/dev/null || echo 0)
+steps=$(cat "$run_dir/done" 2>/dev/null || echo -1)
 [ "$steps" -lt "$run_max_steps" ] || exec bash launch.sh "$config" "$@" # it says so; other nodes would wait for a rendezvous
 more=("trainer.replicas=$NNODES" "$@")
 # shellcheck disable=SC2016  the variables are each node's own

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configs import DEFAULTS, LIMITS, RunError, arguments, run_role
+from configs import DEFAULTS, RunError, arguments, run_role
 from env import load_environment
 from orchestrator import extend_or_fork, save_batch
 
@@ -139,8 +139,8 @@ def warm_up(config, work, steps, more):
     """trainer.py on the demonstrations in `work` -> directory of the model. What the TOML says of the reinforcement
     learning that comes later is not for these."""
     rl = "optimizer importance importance_low importance_high beta ref_sync_steps gamma updates_per_batch replicas"
-    keys = [*LIMITS["knobs"], *(f"trainer.{name}" for name in rl.split())]
-    overrides = [f"{key}={json.dumps(DEFAULTS[key])}" for key in keys] + [
+    rl += " epsilon epsilon_high delta ratio_cap icepop_low dppo_mask dppo_kl"
+    overrides = [f"trainer.{name}={json.dumps(DEFAULTS[f'trainer.{name}'])}" for name in rl.split()] + [
         f"model={work / 'random'}",
         f"output_dir={work}",
         "run_name=warmup",
@@ -178,7 +178,7 @@ def main(argv, make=make_model, more=()):
     tokenizer = make_tokenizer(getattr(task, "TOKENS", ()))
     make(work / "random", tokenizer)
     write_demonstrations(work / "batches", tokenizer, demonstrations)
-    final = warm_up(cfg.path, work, steps, more)
+    final = warm_up(cfg.run.origin, work, steps, more)
     os.rename(final, model)
     shutil.rmtree(work)
 

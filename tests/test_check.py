@@ -20,7 +20,7 @@ from tools import check
 @pytest.mark.long
 def test_check_passes_on_two_ranks_and_leaves_the_run_untouched(models, tmp_path):
     toml = write_run(tmp_path, models["untied"], 5, '{ kind = "turns", num_turns = 2 }')
-    done = launch(toml, "--check", "trainer.gpus=2", FAKE='{"stop": true}')
+    done = launch(toml, "--check", "trainer.gpus=2", "max_steps=5", "eval.every=1", FAKE='{"stop": true}')
     told = [x for x in done.stdout.splitlines() if x.startswith("check: ")]
     assert len(told) == 7 and all(x.startswith("check: PASS") for x in told), told
     wanted = ["own forward", "fits in memory", "moves the servers", "chat template keeps its prefix", "neither too"]

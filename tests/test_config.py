@@ -46,6 +46,9 @@ max_seq_len = 4096
 """
 
 
+ONE_DEVICE = {"tensor_parallel_size": 1}  # the default
+
+
 def load(tmp_path, text, *overrides):
     path = tmp_path / "some.toml"
     path.write_text(text)
@@ -57,7 +60,7 @@ def test_the_documents_vf_rl_file(tmp_path):
     assert cfg.run.model == "Qwen/Qwen3-4B-Instruct-2507" and cfg.run.run_name == "wiki-search"
     assert cfg.env[0].id == "primeintellect/wiki-search" and cfg.env[0].args == {"max_turns": 10}
     assert cfg.inference.gpus == 1 and cfg.trainer.gpus == 1
-    assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"} | ONE_DEVICE
     assert cfg.trainer.micro_batch_size == 4 and cfg.orchestrator.rollouts_per_example == 16
     assert cfg.orchestrator.batch_size == 1024 and cfg.run.max_steps == 500
     assert cfg.sampling.max_tokens == 512 and cfg.run.max_seq_len == 4096
@@ -226,18 +229,20 @@ def test_old_names_are_tested_and_lead_to_keys_that_there_are():
     assert {*old_names.RENAMED.values(), *meant} <= known
 
 
-def test_vllms_flags_may_have_dashes(tmp_path):
-    text = 'model = "m"\n[env]\nid = "reverse_text"\n[inference]\ngpus = 2\nargs = { tensor-parallel-size = 2 }\n'
+def test_flags_of_vllm_that_launch_sets_are_refused(tmp_path):
+    text = 'model = "m"\n[env]\nid = "reverse_text"\n[inference]\ngpus = 2\nargs = { tensor_parallel_size = 2 }\n'
     assert load(tmp_path, text).inference.args == {"tensor_parallel_size": 2}
     with pytest.raises(RunError, match="multiple of inference.args.tensor_parallel_size = 2"):
         load(tmp_path, text.replace("gpus = 2", "gpus = 3"))
-    with pytest.raises(RunError, match="max_model_len.*: set by launch.sh"):
-        load(tmp_path, text.replace("tensor-parallel-size", "max-model-len"))
+    with pytest.raises(RunError, match="'max_model_len'.*set by launch.sh"):
+        load(tmp_path, text.replace("tensor_parallel_size", "max_model_len"))
+    with pytest.raises(RunError, match="trainer.head_dtype' = 'fp32': must be left out with inference.args.hf_over"):
+        load(tmp_path, text, "trainer.head_dtype=fp32", "inference.args.hf_overrides={a = 1}")
 
 
-def test_files_of_prime_rl_are_told_so(tmp_path):
+def test_files_of_prime_rl_are_refused(tmp_path):
     for lines in ("inference_gpu_ids = [0]\n", "[trainer.optim]\nlr = 1e-5\n", "[wandb]\nproject = 'p'\n"):
-        with pytest.raises(RunError, match="prime-rl") as e:
+        with pytest.raises(RunError, match="unknown; the nearest") as e:
             load(tmp_path, f'{lines}[model]\nname = "m"\n[[orchestrator.env]]\nid = "wiki-search"\n')
         assert e.value.code == 2
 
@@ -247,26 +252,26 @@ MUTANTS = {  # override -> what the error must name
     "trainer.max_step=4": "'trainer.max_step'.*'max_steps'",
     "orchestrator.batchsize=4": "'orchestrator.batchsize'.*'orchestrator.batch_size'",
     "modle=x": "'modle'.*'model'",
-    "orchestrator.buffer=shuffle": "'orchestrator.buffer'.*orders:Difficulty",
-    "orchestrator.retire_after=3": "retire_after = 3.*orchestrator.order",
+    "orchestrator.buffer=shuffle": "'orchestrator.buffer'.*'orchestrator.order'",
+    "orchestrator.retire_after=3": "retire_after' = 3.*orchestrator.order = ''",
     "orchestrator.curriculum={easy=[0, 9]}": "curriculum.*orchestrator.order",
     "trainer.loss=gspo": "'trainer.loss'.*cispo",
-    "trainer.batch_timeout_s=9": "'trainer.batch_timeout_s'.*watchdog",
+    "trainer.batch_timeout_s=9": "'trainer.batch_timeout_s'.*'trainer.sync_timeout_s'",
     "evl.every=3": "'evl.every'.*'.*every'",
     "trainer.args.lerning_rate=1": "'trainer.lerning_rate'.*'trainer.learning_rate'",
     "orchestrator.sampling.temprature=1": "'orchestrator.sampling.temprature'.*temperature'",
-    "trainer.learning_rate=fast": "'trainer.learning_rate'.*must be float",
-    "trainer.learning_rate=true": "'trainer.learning_rate'.*must be float",
+    "trainer.learning_rate=fast": "'trainer.learning_rate'.*must be a finite number",
+    "trainer.learning_rate=true": "'trainer.learning_rate'.*must be a finite number",
     "trainer.learning_rate=0": "'trainer.learning_rate'.*above 0",
-    "trainer.learning_rate=-1e-5": "'trainer.learning_rate'.*at least 0",
+    "trainer.learning_rate=-1e-5": "'trainer.learning_rate'.*above 0",
     "trainer.learning_rate=nan": "'trainer.learning_rate'",
     "trainer.learning_rate=inf": "'trainer.learning_rate'",
-    "trainer.lora_rank=8.5": "'trainer.lora_rank'.*must be int",
+    "trainer.lora_rank=8.5": "'trainer.lora_rank'.*must be an int",
     "trainer.lora_rank=0": "'trainer.lora_rank'.*above 0",
-    "trainer.use_lora=1": "'trainer.use_lora'.*must be bool",
-    "trainer.lora_dropout=1.5": "'trainer.lora_dropout'.*at most 1",
-    "trainer.lora_target_modules=q_proj": "'trainer.lora_target_modules'.*must be list",
-    "trainer.lora_target_modules=[1]": "'trainer.lora_target_modules'.*strings",
+    "trainer.use_lora=1": "'trainer.use_lora'.*must be true or false",
+    "trainer.lora_dropout=1.5": "'trainer.lora_dropout'.*below 1",
+    "trainer.lora_target_modules=q_proj": "'trainer.lora_target_modules'.*must be a list of strings",
+    "trainer.lora_target_modules=[1]": "'trainer.lora_target_modules'.*must be a list of strings",
     "trainer.dtype=float64": "'trainer.dtype'.*bf16",
     "trainer.loss=ppo": "'trainer.loss'.*cispo",
     "trainer.advantage=gae": "'trainer.advantage'.*leave_one_out",
@@ -275,44 +280,49 @@ MUTANTS = {  # override -> what the error must name
     "trainer.gpus=0": "'trainer.gpus'.*above 0",
     "trainer.ref_sync_steps=5": "trainer.ref_sync_steps.*trainer.beta",
     "trainer.sync_host=10.0.0.1": "sync_host.*inference.allow_remote",
-    "max_steps=0": "'max_steps'.*above 0",
-    "max_seq_len=16": "max_tokens = 16.*max_seq_len = 16",
+    "max_steps=-1": "'max_steps'.*at least 0",
+    "max_seq_len=16": "max_tokens' = 16.*max_seq_len = 16",
     "seed=-1": "'seed'.*at least 0",
-    "model=3": "'model'.*must be str",
-    "model=": "'model'.*must be given",
-    "env.id=": "'env.id'.*must be given",
-    "env.args=3": "'env.args'.*must be dict",
-    "orchestrator.rollouts_per_example=1": "orchestrator.rollouts_per_example = 1",
-    "orchestrator.batch_size=18": "orchestrator.batch_size = 18.*rollouts_per_example = 4",
-    "orchestrator.max_concurrent=3": "orchestrator.max_concurrent = 3.*rollouts_per_example = 4",
-    "orchestrator.max_prompt_len=64": "max_prompt_len = 64.*max_seq_len = 64",
+    "model=3": "'model'.*must be a string",
+    "model=": "'model' = ''.*must be like",
+    "env.id=": "'env.id' = ''.*must be like",
+    "env.args=3": "'env.args' = 3.*must be a table",
+    "orchestrator.rollouts_per_example=1": "'orchestrator.rollouts_per_example' = 1.*at least 2",
+    "orchestrator.batch_size=18": "'orchestrator.batch_size' = 18.*a multiple of orchestrator.rollouts_per_example = 4",
+    "orchestrator.max_concurrent=3": "'orchestrator.max_concurrent' = 3.*rollouts_per_example = 4",
+    "orchestrator.max_prompt_len=64": "max_prompt_len' = 64.*max_seq_len = 64",
     "orchestrator.sampling.top_p=0.9": "top_p.*allow_biased_sampling",
     "orchestrator.sampling.top_p=1.9": "'orchestrator.sampling.top_p'.*at most 1",
     "orchestrator.sampling.temperature=0": "'orchestrator.sampling.temperature'.*above 0",
     "inference.args.port=9": "inference.args.*port",
     "inference.args.data_parallel_size=2": "inference.args.*data_parallel_size",
-    "inference.args.tensor_parallel_size=2": "inference.gpus = 1.*tensor_parallel_size = 2",
+    "inference.args.tensor_parallel_size=2": "'inference.gpus' = 1.*tensor_parallel_size = 2",
     'inference.urls=["http://10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     'inference.urls=["http://10.0.0.1:8000//127.0.0.1"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     'inference.urls=["http://127.0.0.1:x@10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     "checkpoint.keep=0": "'checkpoint.keep'.*above 0",
-    "trainer": "'trainer'.*key=value",
-    "learning rate=1": "'learning rate=1'.*key=value",
-    "trainer..loss=sft": "'trainer..loss=sft'.*key=value",
-    "trainer.adam_beta2=1": "trainer.adam_beta2 = 1.0 must be below 1.0",
+    "trainer": "^trainer: Expected '='",
+    "learning rate=1": "^learning rate=1: Expected '='",
+    "trainer..loss=sft": "^trainer..loss=sft: Invalid",
+    "trainer.adam_beta2=1": "trainer.adam_beta2' = 1.0: must be below 1",
     "trainer.importance=mask": "'trainer.importance'.*module:function",
     "trainer.optimizer=sgd": "'trainer.optimizer'.*module:function",
     "seed=4294967296": "'seed'.*at most 4294967295",
-    "inference.args.tensor_parallel_size=0": "tensor_parallel_size = 0.*int above 0",
-    'inference.args.tensor_parallel_size="2"': "tensor_parallel_size = '2'.*int above 0",
-    'inference.urls=["localhost:8000"]': "inference.urls.*localhost:8000.*http://",
-    "inference.args.foo=1979-05-27": "'foo' = 1979-05-27",
+    "inference.args.tensor_parallel_size=0": "'inference.gpus' = 1.*tensor_parallel_size = 0",
+    'inference.args.tensor_parallel_size="2"': "'inference.gpus' = 1.*tensor_parallel_size = '2'",
+    'inference.urls=["localhost:8000"]': "inference.urls.*localhost:8000.*https",
+    "inference.args.foo=1979-05-27": "'inference.args' = .*'foo'.*without dates",
     "inference.port=70000": "'inference.port'.*at most 65535",
     "watchdog=1e17": "'watchdog'.*at most 1000000000",
     "inference.startup_timeout=1e16": "'inference.startup_timeout'.*at most 1000000000",
     "max_steps=1000000": "'max_steps'.*at most 999999",
-    "run_name=..": "run_name = '..'.*directory",
-    "run_name=/tmp/elsewhere": "run_name = '/tmp/elsewhere'.*directory",
+    "inference.args.max-model-len=9": "inference.args.*max-model-len.*must be like",
+    "inference.startup_timeout=0.00001": "'inference.startup_timeout'.*at least 1",  # bash does not know 1e-05
+    "inference.sleep=true": "'inference.sleep' = True.*left out with orchestrator.max_staleness = 1",
+    "orchestrator.order=shuffled": "'orchestrator.order'.*module:function",
+    "env=3": "'env' = 3: unknown",
+    "run_name=..": "run_name' = '..'.*directory",
+    "run_name=/tmp/elsewhere": "run_name' = '/tmp/elsewhere'.*directory",
 }
 
 
@@ -336,7 +346,10 @@ def test_launch_refuses_within_seconds(override, tmp_path):
 def test_overrides_add_to_open_tables(tmp_path):
     cfg = load(tmp_path, VF_RL, "env.args.num=3", "env.args.name=word", "inference.args.enforce_eager=true")
     assert cfg.env[0].args == {"max_turns": 10, "num": 3, "name": "word"}
-    assert cfg.inference.args == {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enforce_eager": True}
+    with pytest.raises(RunError, match="api_key': 'REDACTED'"):  # nor does an error show it
+        load(tmp_path, VF_RL, "env.args.api_key=sk-1", "env.args.since=2024-05-01")
+    mine = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enforce_eager": True}
+    assert cfg.inference.args == mine | ONE_DEVICE
 
 
 def test_no_file_and_no_toml(tmp_path):
@@ -351,9 +364,9 @@ def test_no_file_and_no_toml(tmp_path):
 def test_every_key_is_read_somewhere():
     """A key that nothing reads is a promise that nothing keeps."""
     schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
-    relations = schema.pop("limits")["relations"]  # what allows another key is read there
+    rules = schema.pop("limits")["rules"]  # what allows another key is read there
     files = [*ROOT.glob("*.py"), *ROOT.glob("configs/*.py"), *ROOT.glob("tools/*.py"), ROOT / "launch.sh"]
-    code = "".join(path.read_text() for path in files if path.name != "old_names.py") + str([x[2] for x in relations])
+    code = "".join(path.read_text() for path in files if path.name != "old_names.py") + str([x[2] for x in rules])
     for key in configs.flatten(schema):
         name = key.rpartition(".")[2]
         table = key.rpartition(".")[0] or "run"
@@ -365,19 +378,32 @@ def test_every_key_is_read_somewhere():
 def test_several_environments_are_told_apart(tmp_path):
     mix = 'model = "m"\n[[env]]\nid = "x"\nargs = { n = 1 }\n[[env]]\nid = "x"\nname = "y"\nratio = 3\n'
     assert [(e.name, e.ratio, e.args) for e in load(tmp_path, mix).env] == [("x", 1.0, {"n": 1}), ("y", 3.0, {})]
-    for text, override, message in (
-        (mix.replace('"y"', '"x"'), "seed=1", "needs a name of its own"),
-        (mix, "env.args.n=2", r"does not say which \[\[env\]\] is meant"),
-    ):
-        with pytest.raises(RunError, match=message) as e:
-            load(tmp_path, text, override)
+    both = load(tmp_path, mix, "env.args.more=2")  # an override is for each
+    assert [e.args for e in both.env] == [{"n": 1, "more": 2}, {"more": 2}]
+    for override in ("env.name=z", "env.id="):
+        with pytest.raises(RunError, match="needs a name of its own|'env.id' = ''") as e:
+            load(tmp_path, mix, override)
         assert e.value.code == 2
+    again = load(tmp_path, configs.to_toml(both))  # as a run's config.toml
+    assert again.env == both.env and configs.to_toml(again) == configs.to_toml(both)
 
 
-def test_relations_are_between_keys_that_there_are():
-    keys = {*configs.DEFAULTS, "inference.args.tensor_parallel_size"}
-    for key, _, other in configs.LIMITS["relations"]:
-        assert key in keys and (other in keys or type(other) in (int, float)), (key, other)
+def test_rules_are_about_keys_that_there_are():
+    """And every number has a lower limit: none is below 0."""
+    losses = {"cispo", "grpo", "dr_grpo", "sft", *(f"losses:{name}" for name in ("gspo", "dppo", "icepop"))}
+    flags = {"inference.args.tensor_parallel_size", "inference.args.hf_overrides"}
+    for keys, must, other in configs.LIMITS["rules"]:
+        assert set(keys.split()) <= set(configs.DEFAULTS), keys
+        if must not in ("like", "above", "at least", "below", "at most") or type(other) is str and must != "like":
+            assert set(other.split()) <= {*configs.DEFAULTS, *flags, *losses}, other
+    low = {key for keys, must, _ in configs.LIMITS["rules"] for key in keys.split() if must in ("above", "at least")}
+    assert {key for key, value in configs.DEFAULTS.items() if type(value) in (int, float)} <= low
+    assert set(configs.LIMITS["fixed"].split()) <= {*configs.DEFAULTS, "env"}
+    assert set(configs.LIMITS["open"]) <= set(configs.DEFAULTS)
+
+
+def test_an_empty_table_is_as_if_it_was_left_out(tmp_path):
+    assert load(tmp_path, f"{VF_RL}[checkpoint]\n[orchestrator.sampling]\n").checkpoint.keep == 2
 
 
 def test_every_shipped_configuration_loads():
@@ -411,11 +437,9 @@ def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
 @pytest.mark.parametrize("value", ["2024-05-01", "inf", "[1.0, nan]", "{ since = 12:00:00 }"])
 def test_what_json_has_not_is_refused_before_a_server_starts(value, tmp_path):
     """Else the first batch, whose file says of which run it is, could not be written."""
-    cfg = load(tmp_path, VF_RL, f"env.args.since={value}")
-    for write in (configs.to_toml, configs.identity):
-        with pytest.raises(RunError, match="key 'since' = .*must be a string") as e:
-            write(cfg)
-        assert e.value.code == 2
+    with pytest.raises(RunError, match="key 'env.args' = .*since.*without dates, inf and nan") as e:
+        load(tmp_path, VF_RL, f"env.args.since={value}")
+    assert e.value.code == 2
 
 
 @pytest.mark.parametrize("override, logged", [
@@ -434,7 +458,8 @@ def test_logs_do_not_keep_secrets_of_the_command_line(override, logged):
 def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
     """Without what launch.sh added for that run alone, and with the modules beside the file that it is from."""
     first = load(tmp_path, VF_RL)
-    monkeypatch.setenv("ROLEMODEL_OVERRIDES", 'trainer.sync_backend=gloo inference.urls=["http://127.0.0.1:27503",]')
+    own = 'inference.urls = ["http://127.0.0.1:27503",]\ntrainer.sync_backend = "gloo"'
+    monkeypatch.setenv("ROLEMODEL_OVERRIDES", own)
     launched = load(tmp_path, VF_RL)
     assert launched.inference.urls == ["http://127.0.0.1:27503"] and launched.trainer.sync_backend == "gloo"
     monkeypatch.delenv("ROLEMODEL_OVERRIDES")
@@ -442,30 +467,38 @@ def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
     (tmp_path / "run" / "config.toml").write_text(configs.to_toml(launched))
     monkeypatch.setattr(sys, "path", [])
     again = load_config(tmp_path / "run" / "config.toml")
-    assert again.inference == first.inference and again.trainer == first.trainer and again.path == first.path.resolve()
+    assert again.inference == first.inference and again.trainer == first.trainer
+    assert again.run.origin == str(tmp_path / "some.toml") and again.run == first.run
     assert sys.path[0] == str(tmp_path) and configs.to_toml(again) == configs.to_toml(first)
     changed = load_config(tmp_path / "run" / "config.toml", ["env.args.more=1"])  # its [[env]] is the only one
     assert changed.env[0].args == first.env[0].args | {"more": 1}
 
 
-def test_another_run_of_that_name_is_refused_before_anything_starts(tmp_path):
-    """Also where the run is complete, and launch.sh has nothing to do."""
+def test_another_run_of_that_name_is_refused_where_the_run_is_complete(tmp_path):
+    (tmp_path / "run.toml").write_text("model = 'm'\nenv.id = 'x'\nmax_steps = 2\n")
+    cfg = load_config(tmp_path / "run.toml", place := [f"output_dir={tmp_path}"])
+    (run_path(cfg) / "done").write_text("2")
+    (run_path(cfg) / "identity").write_text(json.dumps(configs.identity(cfg)) + "\n")
+    assert "already complete" in launch(tmp_path / "run.toml", *place).stdout
+    other = launch(tmp_path / "run.toml", *place, "seed=3", check=False)
+    assert other.returncode == 2 and "another run_name" in other.stderr.splitlines()[-1]
+
+
+def test_a_replay_of_other_batches_is_another_run(tmp_path):
     (tmp_path / "run.toml").write_text("model = 'm'\nenv.id = 'x'\n")
-    cfg = load_config(tmp_path / "run.toml", [f"output_dir={tmp_path}"])
-    (step := run_path(cfg) / "checkpoints" / "step_000002").mkdir()
-    (step / "state.json").write_text(json.dumps({"run": configs.identity(cfg)}))
-    for seed, code in ((0, 0), (3, 2)):
-        given = [tmp_path / "run.toml", f"output_dir={tmp_path}", f"seed={seed}"]
-        command = [sys.executable, str(ROOT / "configs" / "__init__.py"), *map(str, given)]
-        done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-        assert done.returncode == code and ("seed was 0, now 3" in done.stderr) == (code == 2), done.stderr
+    none, first, other = [load_config(tmp_path / "run.toml", (), replay) for replay in (None, tmp_path, tmp_path / "x")]
+    assert len({json.dumps(configs.identity(cfg)) for cfg in (none, first, other)}) == 3
+    configs.refuse_other(configs.identity(first), first, "it")
+    with pytest.raises(RunError, match="it is of another run: replay was .*, now ") as e:
+        configs.refuse_other(configs.identity(first), other, "it")
+    assert e.value.code == 2
 
 
 def test_a_cause_that_is_no_text_is_told(tmp_path):
     """A lone surrogate, as json.loads gives it of a model's tool call."""
     code = "import configs\ndef main(argv):\n    raise configs.RunError(4, 'lost \\ud800')\nconfigs.run_role('x', main)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 4 and "[x] exit=4 lost ?" in done.stderr, done.stderr
+    assert done.returncode == 4 and "[x] exit=4 lost \\ud800" in done.stderr, done.stderr
 
 
 def test_an_override_leaves_what_is_beside_it(tmp_path):
@@ -489,24 +522,20 @@ def test_what_launch_gets(tmp_path):
     assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search')" and words["trainer_gpus"] == "(1)"
     assert words["run_max_steps"] == "(500)" and words["sends_adapters"] == "(True)"
     assert "--enable-auto-tool-choice --tool-call-parser hermes --no-enforce-eager" in words["inference_flags"]
-    more = [place, "trainer.head_dtype=fp32", "inference.args.cudagraph_capture_sizes=[1, 2]"]
-    for own in ({}, "{a = 1}"):
-        args = [f"inference.args.hf_overrides={own}"] if own else []
-        flags = shlex.split(for_launch(tmp_path / "some.toml", *more, *args)["inference_flags"].strip("()"))
-        assert flags.count("--hf-overrides") == 1 and flags[flags.index("--cudagraph-capture-sizes") + 1 :][:2] == [
-            "1",
-            "2",
-        ]
-        found = json.loads(flags[flags.index("--hf-overrides") + 1])
-        assert found == ({"a": 1} if own else {}) | {"head_dtype": "float32"}
-    words = for_launch(tmp_path / "some.toml", place, "inference.startup_timeout=0.00001")
-    assert words["inference_startup_timeout"] == "(0.000010)"  # bash's arithmetic does not know 1e-05
+    more = [place, "inference.args.hf_overrides={a = 1}", "inference.args.cudagraph_capture_sizes=[1, 2]"]
+    flags = shlex.split(for_launch(tmp_path / "some.toml", *more)["inference_flags"].strip("()"))
+    assert flags[flags.index("--cudagraph-capture-sizes") + 1 :][:2] == ["1", "2"]
+    assert json.loads(flags[flags.index("--hf-overrides") + 1]) == {"a": 1}
+    words = for_launch(tmp_path / "some.toml", place, "max_steps=0")
+    assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search-check')"  # of --check
 
 
-@pytest.mark.parametrize("wrong", ["--replay=x", "--chec", "inference.args.hf_overrides=xx"])
+@pytest.mark.parametrize("wrong", ["--rep=x", "--chec", "inference.args.hf_override-s=xx"])
 def test_what_launch_asks_is_refused(wrong, tmp_path):
     (tmp_path / "some.toml").write_text(VF_RL)
     command = [sys.executable, str(ROOT / "configs" / "__init__.py"), str(tmp_path / "some.toml"), wrong]
     more = ["trainer.head_dtype=fp32", f"output_dir={tmp_path}/out"]
     done = subprocess.run(command + more, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 2 and wrong.split("=")[0] in done.stderr.splitlines()[-1] and not done.stdout
+    name = wrong.split("=")[0].split(".")[-1]
+    assert done.returncode == 2 and name in done.stderr.splitlines()[-1] and not done.stdout
+    assert "--check: look for" in launch(tmp_path / "some.toml", "--replay", "x", check=False).stdout

@@ -268,7 +268,7 @@ def test_permuted_rewards_are_the_same_on_every_rank():
 
 
 def test_an_edge_without_a_weight_is_refused(make_cfg):
-    with pytest.raises(trainer.RunError, match="trainer.importance_high = 2.0 must be left out without"):
+    with pytest.raises(trainer.RunError, match="trainer.importance_high' = 2.0: must be left out without"):
         make_cfg("trainer.importance_high=2.0")
 
 
@@ -288,8 +288,10 @@ def test_a_key_that_a_loss_does_not_use_is_refused(name, make_cfg):
         return torch.cat([loss_N.detach(), logp.grad])
 
     usual = make_cfg(f"trainer.loss={name}").trainer
-    assert {key.rpartition(".")[2] for key in LIMITS["knobs"]} <= set(usual._fields)
-    for key in LIMITS["knobs"]:
+    rules = [(keys, other) for keys, must, other in LIMITS["rules"] if must == "left out with" and "cispo" in other]
+    knobs = ["trainer.ratio_cap", *" ".join(keys for keys, _ in rules).split()]
+    assert len(knobs) == 7 and {key.rpartition(".")[2] for key in knobs} <= set(usual._fields)
+    for key in knobs:
         value = 0.3 if key != "trainer.delta" else 1.5
         draw = torch.Generator().manual_seed(0)
         before, draw = gradient(usual), torch.Generator().manual_seed(0)
@@ -297,7 +299,7 @@ def test_a_key_that_a_loss_does_not_use_is_refused(name, make_cfg):
         if is_used:
             make_cfg(f"trainer.loss={name}", f"{key}={value}")
             continue
-        with pytest.raises(RunError, match=f"{key} = {value}: trainer.loss = '{name}' does not use it") as e:
+        with pytest.raises(RunError, match=f"'{key}' = {value}: must be left out with .*{name}") as e:
             make_cfg(f"trainer.loss={name}", f"{key}={value}")
         assert e.value.code == 2
 

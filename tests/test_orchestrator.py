@@ -621,7 +621,7 @@ def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
     assert [step.split() for step in steps] == [["/wake_up", "receive_weights"]] * 3
     assert [e["step"] for e in lines(run_dir / "eval.jsonl")][-1] == 3 and "warning" not in done.stdout
     assert all(e["errors"] == 0 for e in lines(run_dir / "eval.jsonl"))
-    with pytest.raises(RunError, match="orchestrator.max_staleness = 1 must be 0 with inference.sleep = True"):
+    with pytest.raises(RunError, match="inference.sleep' = True: must be left out with orchestrator.max_staleness = 1"):
         make_cfg("inference.sleep=true")
 
 

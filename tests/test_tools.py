@@ -20,7 +20,6 @@ from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines, make_samples, run_trainer, write_run
 from safetensors.numpy import save_file
 
-import configs
 from configs import RunError
 from orchestrator import save_batch
 from tools import evaluate, show
@@ -362,7 +361,7 @@ def test_an_advantage_of_a_module_is_found(small_run, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(ROOT / "configs")])
     monkeypatch.delitem(sys.modules, "losses", raising=False)
     for name in ("losses:permuted", "own_advantage:negative"):
-        text = f"{configs.ORIGIN}{small_run}/elsewhere/my.toml\n{config}".replace('"mean"', f'"{name}"')
+        text = f'origin = "{small_run}/elsewhere/my.toml"\n{config}'.replace('"mean"', f'"{name}"')
         (small_run / "config.toml").write_text(text)
         show.values_of.cache_clear()
         colored = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99", "--sort", "reward")

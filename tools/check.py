@@ -2,7 +2,7 @@
 trainer.py, with servers up and after orchestrator.py has looked at the environments. A line per check, PASS or FAIL
 with what to change; exit code 2 or 3 where training is impossible or would be wrong, 4 where a task teaches little.
 
-    torchrun tools/check.py config.toml [table.key=value ...] --check"""
+    torchrun tools/check.py config.toml [table.key=value ...] max_steps=0"""
 
 import asyncio
 import contextlib

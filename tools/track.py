@@ -96,7 +96,7 @@ class Tracker:
         if self.file.exists():
             self.sent |= json.loads(self.file.read_text())
         self.write()  # the name, for the next attempt
-        about = redacted("", config) | {"id": self.sent["id"]}
+        about = redacted(config) | {"id": self.sent["id"]}
         self.kind = KINDS[name](run, about, os.environ.get("WANDB_PROJECT") or "rolemodel")
 
     def add_metrics(self, line):
