@@ -136,11 +136,6 @@ class Rubric:
         return []
 
 
-def RubricGroup(rubrics):
-    """One rubric with the functions of several."""
-    return Rubric(rubrics=rubrics)
-
-
 # --- environments -----------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULT
 [[ " $*" != *" --check"* ]] || CHECK=tools/check.py GIVEN=("${GIVEN[@]/#--check/max_steps=0}" max_steps=0 eval.every=0)
 resolved=$("$PY" configs/__init__.py "${GIVEN[@]}") || exit
 eval "$resolved" # run_dir, sends_adapters, each key as an array (run_model, trainer_gpus, ...), inference_flags
-LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps
+LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps begun=$SECONDS moved=$SECONDS before='' said=''
 if [ -z "$CHECK" ] && [ "$(cat "$run_dir/done" 2>/dev/null || echo -1)" -ge "$STEPS" ]; then
     [ "$(cat "$run_dir/identity")" = "$identity" ] || fail 2 "$run_dir is of another run: choose another run_name"
     echo "[launch] already complete: $run_dir has its $STEPS steps; set max_steps higher, or run_name"; exit 0
@@ -60,7 +60,7 @@ done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3)) own=''
 export TRITON_F32_DEFAULT=ieee OMP_WAIT_POLICY=passive # or fp32 is TF32, 1e-3 nats off; threads spin on vLLM's cores
-export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} # servers are called so
+export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} ROLEMODEL_POLICY_URL=${URLS[0]-}/v1
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
     --served-model-name "$ROLEMODEL_RUN_ID" --logprobs-mode processed_logprobs --scheduling-policy priority
     --worker-extension-cls trainer.WeightReceiver ${run_chat_template:+--chat-template "$run_chat_template"})
@@ -68,6 +68,7 @@ flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" 
 if [ "$GPUS" -eq 0 ]; then # no minute of g++; one process less, by its path, since vLLM turns "uni" into "mp"
     flags+=(--enforce-eager) vars+=(TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(share $((2*SERVERS)))})
     [ "$TP" -gt 1 ] || flags+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
+    [ ! -f configs/vllm_cpu.py ] || flags+=(--worker-extension-cls configs.vllm_cpu.WeightReceiver)
 elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
     fail 2 "inference.gpus = $inference_gpus and trainer.gpus = $trainer_gpus, but there are $NUM GPUs"
 elif [ $((inference_gpus + trainer_gpus)) -gt "$NUM" ]; then # NCCL refuses two ranks on one device
@@ -143,7 +144,6 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
         --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "${CHECK:-trainer.py}" "${GIVEN[@]}"
     [ ! -f tools/watch.py ] || [ -n "$CHECK" ] || start watch "$PY" tools/watch.py "$run_dir"
 }
-begun=$SECONDS moved=$SECONDS before='' said=''
 if [ -n "$run_prepare" ] && [ ! -d "$run_model" ] && [[ " $* " != *" model="* ]]; then # it makes the TOML's, no other
     echo "[launch] preparing $run_model with $run_prepare (log: $LOGS/prepare.log)"
     start prepare timeout -k 5 "$run_prepare_timeout" "$PY" "$run_prepare" "${GIVEN[@]}"

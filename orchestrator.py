@@ -333,10 +333,11 @@ def resume(run_dir, cfg):
     step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
     files = [p for p in sorted(run_dir.glob("batches/step_*.safetensors")) if p.stem >= f"step_{step:06d}"]
     n, ledger = step + len(files), {}
-    is_whole = not files or files[-1].stem == f"step_{n - 1:06d}"
-    require(is_whole, 6, f"a batch before {''.join(map(str, files[-1:]))} is missing. Remove all after it")
     state = [run_dir / f"checkpoints/step_{step:06d}/state.json"] * bool(step)
     for path in state + files[-1:]:  # the last one's ledger holds
+        require(
+            path in state or path.stem[5:] == f"{n - 1:06d}", 6, f"a batch before {path} is missing. Remove the rest"
+        )
         try:
             info = json.loads(path.read_text() if path in state else safe_open(path, "np").metadata()["info"])
             run, ledger = info["run"], info["ledger"]
@@ -366,14 +367,14 @@ def rollout_metrics(groups, samples):
     rewards = [r.reward for r in rollouts if r.reward is not None]
     reasons = [f"group/{(g.dropped or 'kept').split()[0].rstrip(':')}" for g in groups]
     errors = [f"error/{r.error.split(':')[0]}" for r in rollouts if r.error]
-    answers = [{str([s["tokens"] for s in r.samples]) for r in g.rollouts} for g in groups]
     metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")} | Counter(reasons + errors)
-    metrics["rollout/distinct"] = sum(map(len, answers)) / len(rollouts)  # 1 / G is collapse
     metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
     metrics |= {f"reward/p{q}": np.percentile(rewards, q) for q in (10, 50, 90)}
     metrics |= means([{f"reward/{name}": value for name, value in r.metrics.items()} for r in rollouts])
-    metrics |= means([{"rollout/truncated": r.truncated, "rollout/turns": r.num_turns} for r in rollouts])
-    metrics |= {"rollout/num": len(rollouts), "rollout/tokens": np.mean([r.num_tokens for r in rollouts])}
+    metrics |= means([{"rollout/turns": r.num_turns, "rollout/tokens": r.num_tokens} for r in rollouts])
+    metrics |= {"rollout/num": len(rollouts), "rollout/truncated": np.mean([r.truncated for r in rollouts])}
+    distinct = [len({str(r.state["completion"]) for r in g.rollouts}) for g in groups]
+    metrics["rollout/distinct"] = sum(distinct) / len(rollouts)  # 1 / G is collapse
     metrics |= {"rollout/errors": len(errors), "rollout/forks": sum(len(r.samples[1:]) for r in rollouts)}
     return metrics | {"staleness/mean": np.mean(ages), "staleness/max": max(ages)}
 
@@ -428,8 +429,10 @@ def prepare(cfg):
         from transformers import AutoTokenizer  # takes seconds
 
         what, code = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}", 2
-        AutoTokenizer.from_pretrained(cfg.run.model)
+        template = AutoTokenizer.from_pretrained(cfg.run.model).chat_template or cfg.run.chat_template
         Path(cfg.run.chat_template).stat()  # "" stands for the tokenizer's own, and here for "."
+        is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
+        require(template or is_text, 2, "there is none, and the rows are messages")
     except Exception as error:
         code = 2 if isinstance(error, ImportError) or getattr(error, "code", code) == 2 else code
         raise RunError(code, f"{what}: {culprit(error, 2000)}") from error
@@ -448,7 +451,6 @@ async def run(cfg):
     configs.tell_launcher("[orchestrator] ready")
     gc.freeze()  # or each collection walks all that transformers has imported, two fifths of this process's time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
-    os.environ["ROLEMODEL_POLICY_URL"] = f"{next(iter(cfg.inference.urls), '')}/v1"  # for a judge that is the policy
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
     client, num_groups, lock = Client(cfg), o.batch_size // o.rollouts_per_example, asyncio.Lock()
     slots, batch = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example), []

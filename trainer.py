@@ -379,8 +379,6 @@ def train_step(policy, optimizer, batch, step, cfg):
             micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), logp_N.detach(), micro["old_logp_N"])
             # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
             loss_N, logs = loss_function(micro, logp_N, entropy_N, t)
-            if t.replicas > 1:  # these exchange gradients once, after the last
-                policy.set_requires_all_reduce(micro is micros[-1])
             (scale / micro["tokens"] * torch.where(micro["mask_N"], loss_N, 0).sum()).backward()
             if update == 0:
                 log_r_N = logp_N.detach() - micro["old_logp_N"]
@@ -438,11 +436,11 @@ def make_group(store, rank, spec):
 def stream(group, device, spec, tensors=None):
     """Both ends of a broadcast: yields (name, tensor), one after the other. spec["tensors"]: names, shapes and dtypes;
     the sender gives `tensors` themselves."""
-    limit = timedelta(seconds=spec["timeout_s"])
     for name, shape, dtype in spec["tensors"]:
         like = {"dtype": getattr(torch, dtype), "device": device}
         tensor = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, **like)
-        group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(limit)  # as bytes: every backend has those
+        # as bytes: every backend has those
+        group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(timedelta(seconds=spec["timeout_s"]))
         yield name, tensor
 
 
@@ -528,9 +526,8 @@ class WeightSender:
     def say(self, version, rows):
         """-> by server and row: SAID token ids that the policy goes on with, and their logprobs."""
         body = {"model": served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID, "ignore_eos": True}
-        body |= {"logprobs": 0, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0}
-        body |= dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
-        body |= {"return_token_ids": True, "cache_salt": str(time.time()), "priority": -1}  # before all rollouts
+        # priority: before all rollouts
+        body |= {"logprobs": 0, "return_token_ids": True, "cache_salt": str(time.time()), "priority": -1}
         replies = self.post_all("/v1/completions", body)
         return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for reply in replies for c in reply["choices"]]
 
@@ -563,8 +560,7 @@ def compare(logp_N, other_N, t, most, code, what):
     diff_N = (logp_N[: len(other_N)] - other_N).abs()
     numbers = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
     key, usual = ("sync/dlogp_max", 1e-3) if t.dtype == "fp32" else ("sync/dlogp_mean", most)
-    is_close = numbers[key] <= (limit := t.max_sync_dlogp or usual)
-    require(is_close, code, f"{what}: {numbers}, in nats; {key} may be {limit:g}")
+    require(numbers[key] <= (limit := t.max_sync_dlogp or usual), code, f"{what}: {numbers}; {key} may be {limit:g}")
     return numbers
 
 
@@ -627,7 +623,6 @@ def publish(sender, policy, version, cfg, batch=None):
     if sender:
         (tmp := sender.run_dir / "version.tmp").write_text(str(version))
         os.replace(tmp, sender.run_dir / "version")
-    beat()
     return metrics | {"time/sync_s": time.perf_counter() - started}
 
 
@@ -644,10 +639,9 @@ def state_of(policy, optimizer):
     """{name: tensor, or a rank's part} of what training changes: parameters, optimizer, extra."""
     found = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
     for name, p in trained(policy).items():
-        found[f"policy/{name}"], state = p.detach(), optimizer.state[p]
-        lost = [k for k, x in state.items() if not isinstance(x, torch.Tensor | None)]
-        require(not lost, 2, f"trainer.optimizer keeps {lost} of a parameter as no tensor; a checkpoint would lose it")
-        found |= {f"optimizer/{name}/{k}": x for k, x in state.items() if x is not None}
+        found[f"policy/{name}"], state = p.detach(), {k: x for k, x in optimizer.state[p].items() if x is not None}
+        require(all(map(torch.is_tensor, state.values())), 2, f"trainer.optimizer: not all of {[*state]} are tensors")
+        found |= {f"optimizer/{name}/{k}": x for k, x in state.items()}
     return found
 
 
@@ -794,8 +788,7 @@ def main(argv):
         mark = time.perf_counter()
         if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
             save_checkpoint(run_dir, step, policy, optimizer, cfg, batch.info)
-    if last:  # else --check
-        write_final(run_dir, policy, cfg)
+    write_final(run_dir, policy, cfg)
     dist.destroy_process_group()
 
 

@@ -5,7 +5,7 @@ The rule is simple so that one sees what a judge is worth: true_score, which onl
 import random
 
 from configs.judge import JudgeRubric
-from env import Rubric, RubricGroup, SingleTurnEnv
+from env import Rubric, SingleTurnEnv
 
 CONSONANTS, VOWELS, OTHERS = "bcdfghjklmnprstvwz", "aeiou", "bcdefghiklmnoprstuvwz"
 TEMPLATE = "score {completion}"  # as the toy's warm-up has it
@@ -64,5 +64,5 @@ def load_environment(
     reply, with whatever it reasons first. judge: more of Judge's arguments (configs/judge.py)."""
     judge = {"judge_models": judge_models, "base_url": base_url, "template": template, "scale": SCALE} | judge
     score = JudgeRubric(sampling={"max_tokens": max_tokens}, max_concurrent=max_concurrent, **judge)
-    rubric = RubricGroup([score, Rubric([first_letters, true_score], [0.2, 0.0])])
+    rubric = Rubric([first_letters, true_score], [0.2, 0.0], rubrics=[score])
     return SingleTurnEnv(rows()[num_eval:], rows()[:num_eval], rubric=rubric)

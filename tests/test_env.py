@@ -23,7 +23,6 @@ from env import (
     DataError,
     MultiTurnEnv,
     Rubric,
-    RubricGroup,
     SingleTurnEnv,
     Truncated,
     call,
@@ -90,7 +89,7 @@ def test_weights_by_step_and_groups_of_rubrics():
     def style(completion):
         return 0.5
 
-    rubric = RubricGroup([Rubric([right], [lambda step: 1 + step]), Rubric([short, style], [0.25, 0], limit=3)])
+    rubric = Rubric([right], [lambda step: 1 + step], rubrics=[Rubric([short, style], [0.25, 0], limit=3)])
     env = SingleTurnEnv(ROWS, rubric=rubric)
     state, reward, metrics = play(env, ROWS[0], "4")
     assert reward == 1.25 and metrics == {"right": 1.0, "short": 1.0, "style": 0.5}
@@ -100,7 +99,7 @@ def test_weights_by_step_and_groups_of_rubrics():
     (added, _) = asyncio.run(rubric.score_group([state]))[0]
     assert (reward, added) == (0.5, 0.25) and type(reward) is type(added) is float
     with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'. as well"):
-        RubricGroup([rubric, Rubric([right])])
+        Rubric([right], rubrics=[rubric])
 
 
 def test_no_function_hides_a_number_of_the_run():
@@ -146,7 +145,7 @@ def test_a_function_of_a_group_in_a_plain_rubric_is_told_where_it_belongs():
         return [1.0 for _ in completions]
 
     wants = r"best\(\) wants \['completions'\] \(groups: configs/rubrics.py\)"
-    for rubric in (Rubric([best]), RubricGroup([GroupRubric([best])])):
+    for rubric in (Rubric([best]), Rubric(rubrics=[GroupRubric([best])])):
         with pytest.raises(DataError, match=wants):
             SingleTurnEnv(ROWS, rubric=rubric)
         with pytest.raises(DataError, match=wants):  # whose setup_state may add anything, so it is told when it runs

@@ -560,7 +560,7 @@ def test_batches_after_a_gap_are_refused(run):
     """They were sampled by versions that are far behind those that would train on them."""
     run_dir = run(4, ANSWERS)
     (run_dir / "batches" / "step_000001.safetensors").unlink()
-    with pytest.raises(RunError, match=r"a batch before .*step_000003.safetensors is missing. Remove all") as e:
+    with pytest.raises(RunError, match=r"a batch before .*step_000003.safetensors is missing. Remove the rest") as e:
         orchestrator.resume(run_dir, load_config(run_dir / "config.toml"))
     assert e.value.code == 6
 

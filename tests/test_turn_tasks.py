@@ -31,7 +31,7 @@ def test_wiki_search_finds_views_and_answers():
         assert texts == ["error: ValueError: no page '900'", "nothing found"] and state["turn_rewards"] == [0, 0, 0]
         # an error that repeats the call earns nothing
         echo = [wiki_search.call("search_pages", {name: ""}), wiki_search.call("view_page", {"page_id": row["answer"]})]
-        assert play(env, row, *echo, "x")[1] == [0, 0, 0]
+        assert play(env, row, *echo, "x")[0]["turn_rewards"] == [0, 0, 0]
 
 
 def pages_of(env):
