@@ -659,9 +659,9 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     shutil.rmtree(tmp, ignore_errors=True)  # by whichever rank comes first
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
-    state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
-    state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
     if is_first:
+        state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
+        state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
         (tmp / "state.json").write_text(json.dumps(state))
         os.rename(tmp, path)
         for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:

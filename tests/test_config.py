@@ -46,7 +46,7 @@ max_seq_len = 4096
 """
 
 
-ONE_DEVICE = {"tensor_parallel_size": 1}  # the default
+ONE_DEVICE = {"tensor_parallel_size": 1, "generation_config": "vllm"}  # by default
 
 
 def load(tmp_path, text, *overrides):
@@ -231,7 +231,7 @@ def test_old_names_are_tested_and_lead_to_keys_that_there_are():
 
 def test_flags_of_vllm_that_launch_sets_are_refused(tmp_path):
     text = 'model = "m"\n[env]\nid = "reverse_text"\n[inference]\ngpus = 2\nargs = { tensor_parallel_size = 2 }\n'
-    assert load(tmp_path, text).inference.args == {"tensor_parallel_size": 2}
+    assert load(tmp_path, text).inference.args == ONE_DEVICE | {"tensor_parallel_size": 2}
     with pytest.raises(RunError, match="multiple of inference.args.tensor_parallel_size = 2"):
         load(tmp_path, text.replace("gpus = 2", "gpus = 3"))
     with pytest.raises(RunError, match="'max_model_len'.*set by launch.sh"):

@@ -12,8 +12,7 @@ import tomllib
 import pytest
 from conftest import ROOT
 
-# What there is grows for defects alone. The aim: 1,000 code lines, 1,500 lines; 160 code lines of configs (LOG.md).
-MOST = {"core": 1160, "lines": 1678, "configs": 228, "launch.sh": 180}
+MOST = {"core": 1000, "lines": 1500, "configs": 160, "launch.sh": 180}
 CORE = [ROOT / name for name in ("trainer.py", "orchestrator.py", "env.py")]
 TREE = [path for folder in (ROOT, ROOT / "configs", ROOT / "tools") for path in sorted(folder.glob("*.py"))]
 NO_CODE = (

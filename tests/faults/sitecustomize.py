@@ -35,7 +35,7 @@ POINTS = {
     "opt": ("return", "clip_grad_norm_", "train_step", step),
     "gather": ("call", "sampler_weights", "publish", version),
     "bcast": ("call", "stream", "WeightSender.send", version),
-    "ckpt_write": ("call", "shards", "save_checkpoint", step),
+    "ckpt_write": ("return", "HuggingFaceStorageWriter.write_data", "save_checkpoint", step),
     "ckpt_before_rename": ("c_call", os.rename, "save_checkpoint", step),
     "ckpt_after_rename": ("c_return", os.rename, "save_checkpoint", step),
 }
