@@ -88,7 +88,7 @@ def check_row(row):
     """-> the row, its info as a dict; DataError says what is wrong with it."""
     ensure(isinstance(row, dict), "is no dict")
     prompt, info = row.get("prompt") or row.get("question"), row.get("info") or {}
-    has_roles = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+    has_roles = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in row["prompt"])
     ensure(prompt and (isinstance(prompt, str) or has_roles), "needs a question (text) or a prompt (messages or text)")
     info = json.loads(info) if isinstance(info, str) else info
     ensure(isinstance(info, dict), "has an 'info' that is no dict")
@@ -196,7 +196,7 @@ class MultiTurnEnv(SingleTurnEnv):
                 return
             reply = await call(self.env_response, **have)
             reply, new = reply if isinstance(reply, tuple) else (reply, {})
-            state.update(new, completion=state["completion"] + reply)
+            state.update(new, completion=new.get("completion", state["completion"]) + reply)
 
 
 def load_environment(id, args):

@@ -41,7 +41,7 @@ class Client:
     takes longer than all else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
-        self.cfg, self.version, self.file = cfg, -1, Path(cfg.run.output_dir, cfg.run.run_name, "version")
+        self.cfg, self.version, self.file = cfg, -1, configs.run_directory(cfg) / "version"
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
 
@@ -131,7 +131,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
 
 def culprit(error, most=200):
     """-> type and text of an error, and the line of the user's code where it arose."""
-    ours = ("/lib/python", "/env.py", "/tool_env.py", "/orchestrator.py", "<frozen")
+    ours = ("/lib/python", "/env.py", "/tool_env.py", "/orchestrator.py", "/configs/__init__.py", "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     where = f" in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {str(error)[:most]}{where}"
@@ -373,7 +373,7 @@ def rollout_metrics(groups, samples):
     metrics |= means([{f"reward/{name}": value for name, value in r.metrics.items()} for r in rollouts])
     metrics |= means([{"rollout/turns": r.num_turns, "rollout/tokens": r.num_tokens} for r in rollouts])
     metrics |= {"rollout/num": len(rollouts), "rollout/truncated": np.mean([r.truncated for r in rollouts])}
-    distinct = [len({str(r.state["completion"]) for r in g.rollouts}) for g in groups]
+    distinct = [len({str([s["tokens"] for s in r.samples]) for r in g.rollouts}) for g in groups]
     metrics["rollout/distinct"] = sum(distinct) / len(rollouts)  # 1 / G is collapse
     metrics |= {"rollout/errors": len(errors), "rollout/forks": sum(len(r.samples[1:]) for r in rollouts)}
     return metrics | {"staleness/mean": np.mean(ages), "staleness/max": max(ages)}
@@ -423,18 +423,18 @@ def prepare(cfg):
     envs = {}
     try:
         for e in cfg.env:
-            what, code = f"env.id = {e.id!r}", 4
+            what, code, module = f"env.id = {e.id!r}", 4, e.id.rsplit("/", 1)[-1].replace("-", "_")
             envs[e.name] = load_environment(e.id, e.args)
             require(envs[e.name].eval_dataset or not cfg.eval.every, 2, "eval.every is set, but it has no eval_dataset")
-        from transformers import AutoTokenizer  # takes seconds
+        from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
         what, code = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}", 2
-        template = AutoTokenizer.from_pretrained(cfg.run.model).chat_template or cfg.run.chat_template
+        tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=AutoConfig.from_pretrained(cfg.run.model))
         Path(cfg.run.chat_template).stat()  # "" stands for the tokenizer's own, and here for "."
         is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-        require(template or is_text, 2, "there is none, and the rows are messages")
+        require(tokenizer.chat_template or cfg.run.chat_template or is_text, 2, "there is none; the rows are messages")
     except Exception as error:
-        code = 2 if isinstance(error, ImportError) or getattr(error, "code", code) == 2 else code
+        code = 2 if getattr(error, "name", "") == module or getattr(error, "code", code) == 2 else code
         raise RunError(code, f"{what}: {culprit(error, 2000)}") from error
     return envs
 

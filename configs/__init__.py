@@ -181,15 +181,16 @@ def refuse_other(found, cfg, what):
 
 
 def redacted(value):
-    """The value, without strings that are named like secrets: they are not for the disk. Dates become text."""
+    """The value, without strings that are named like secrets: they are not for the disk. Tables are sorted, and
+    dates text."""
     is_secret = lambda key, value: re.fullmatch(LIMITS["secret"], key) and type(value) in (str, list)
-    hide = lambda table: {k: "REDACTED" if is_secret(k, v) else v for k, v in table.items()}
+    hide = lambda table: {k: "REDACTED" if is_secret(k, v) else v for k, v in sorted(table.items())}
     return json.loads(json.dumps(value, default=str), object_hook=hide)
 
 
 def to_toml(cfg):
     """The resolved configuration, for config.toml in the run directory. With = for : JSON's objects are TOML's."""
-    text = lambda value: json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
+    text = lambda value: json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")
     return "".join(f"{key} = {text(value)}\n" for key, value in redacted(cfg.flat).items())
 
 

@@ -52,7 +52,7 @@ async def score_group(env, group, rewards):
     for error in {type(error): error for error in errors}.values():
         traceback.print_exception(error)
     for (i, _, (reward, _)), (add, _) in zip(kept, more):
-        rewards[i] = add + (sum(reward) if isinstance(reward, list) else reward)
+        rewards[i] = add + reward
 
 
 def as_messages(text, role="user"):

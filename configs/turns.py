@@ -9,11 +9,14 @@ from itertools import accumulate
 
 import torch
 
+from configs import require
+
 
 def returns(sample, gamma):
     """-> what each turn of its rollout earns, and what comes later, by gamma less per turn. What is of no turn, e.g. by
     a function that sees the whole group, is the last one's."""
-    turns = sample.get("turn_rewards") or [0.0] * sample["num_turns"]
+    turns, num = sample.get("turn_rewards") or [0.0] * sample["num_turns"], sample["num_turns"]
+    require(len(turns) == num, 4, f"a rollout has {len(turns)} rewards by turn, but the policy said {num} messages")
     turns = [*turns[:-1], turns[-1] + sample["reward"] - sum(turns)]
     return list(accumulate(reversed(turns), lambda later, now: now + gamma * later))[::-1]
 

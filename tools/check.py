@@ -7,7 +7,6 @@ with what to change; exit code 2 or 3 where training is impossible or would be w
 import asyncio
 import contextlib
 import functools
-import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -190,7 +189,6 @@ def check_task(cfg):
     if cfg.run.chat_template:
         tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
     envs = {e.name: load_environment(e.id, e.args) for e in cfg.env}
-    os.environ["ROLEMODEL_POLICY_URL"] = f"{cfg.inference.urls[0]}/v1"  # for a judge that is the policy itself
     is_ok = check_template(tokenizer, envs, cfg)
     is_ok &= asyncio.new_event_loop().run_until_complete(check_rollouts(envs, cfg))  # user code may hang in threads
     if not is_ok:
