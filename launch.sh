@@ -31,7 +31,7 @@ fi
 
 # --- configuration; one run per directory -----------------------------------------------------------------------------
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TOKENIZERS_PARALLELISM=false
-[[ " $* " =~ " --check " ]] && CHECK=tools/check.py GIVEN=("${GIVEN[@]/#%--check/max_steps=0}" max_steps=0 eval.every=0)
+[[ " $* " =~ " --check " ]] && CHECK=tools/check.py GIVEN=("${GIVEN[@]/#--check/max_steps=0}" max_steps=0 eval.every=0)
 resolved=$("$PY" configs/__init__.py "${GIVEN[@]}") || exit
 eval "$resolved" # run_dir, sends_adapters, each key as an array (run_model, trainer_gpus, ...), inference_flags
 LOGS=$run_dir/logs TMP=$run_dir/tmp STEPS=$run_max_steps begun=$SECONDS moved=$SECONDS before='' said=''
