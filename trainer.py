@@ -86,8 +86,7 @@ class Policy(nn.Module):
         self.model, self.device, self.head_dtype, c = model, device, head_dtype, model.config.get_text_config()
         self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
         self.softcap, self.vocab = getattr(c, "final_logit_softcapping", None), c.vocab_size
-        if device.type == "cuda":
-            self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9
+        self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9 if device.type == "cuda" else self.CHUNK
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
 
     def head(self, weights, hidden_ND, target_N, temperature_N):
@@ -157,11 +156,11 @@ def build_policy(cfg):
     if t.compile:
         policy.head = torch.compile(policy.head, dynamic=True)
         torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code; then nothing is compiled
-    if world == 1 and t.dtype == "fp32" and not t.offload_optimizer:
+    is_plain = t.replicas == 1 and not t.offload_optimizer
+    if world == 1 and t.dtype == "fp32" and is_plain:
         policy.to(policy.device)  # nothing to shard, nothing to cast
     else:
-        is_plain = t.replicas == 1 and not t.offload_optimizer
-        how = {} if is_plain else named("sharding:placement", {})(kind, t)
+        how = {"mesh": dist.init_device_mesh(kind, (world,))} if is_plain else named("sharding:placement", {})(kind, t)
         for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
             if not t.use_lora:
                 module.float()  # the masters
@@ -205,9 +204,9 @@ def load_batch(path, cfg=None, step=None):
         with safe_open(path, "pt") as f:
             columns = {name: f.get_tensor(name) for name in f.keys()}
             samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
+        lens = columns.pop("lens").long()
     except Exception as e:  # of safetensors, of JSON, or of the file system
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
-    lens = columns.pop("lens").long()
     info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | info  # where it does not say them
     if cfg:
         refuse_other(info["run"], cfg, path)
@@ -379,6 +378,8 @@ def train_step(policy, optimizer, batch, step, cfg):
             micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), logp_N.detach(), micro["old_logp_N"])
             # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
             loss_N, logs = loss_function(micro, logp_N, entropy_N, t)
+            # where there are replicas: they exchange gradients once, after the last
+            getattr(policy, "set_requires_all_reduce", lambda is_last: None)(micro is micros[-1])
             (scale / micro["tokens"] * torch.where(micro["mask_N"], loss_N, 0).sum()).backward()
             if update == 0:
                 log_r_N = logp_N.detach() - micro["old_logp_N"]
@@ -496,8 +497,8 @@ class WeightSender:
         """-> the futures' results. RunError 3 with the first error of any, not what comes of it elsewhere."""
         for call in as_completed(calls, timeout=2 * self.spec["timeout_s"]):
             if error := call.exception():
-                where = getattr(error, "request", self.spec["backend"])  # of httpx's errors
-                raise RunError(3, f"{what}: {where}: {error} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})")
+                kind, limit = getattr(error, "request", type(error).__name__), self.spec["timeout_s"]  # httpx: of what
+                raise RunError(3, f"{what}: {kind}: {error} (trainer.sync_timeout_s = {limit:g})") from error
         return [call.result() for call in calls]
 
     def send(self, version, tensors):

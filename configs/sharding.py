@@ -12,9 +12,8 @@ def placement(kind, t):
     copies cannot be of the same size."""
     world, how = dist.get_world_size(), {}
     require(world % t.replicas == 0, 2, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
-    if t.replicas > 1:  # sharded inside a copy
-        shape = (t.replicas, world // t.replicas)
-        how["mesh"] = dist.init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    mesh = dist.init_device_mesh(kind, (t.replicas, world // t.replicas), mesh_dim_names=("replicate", "shard"))
+    how["mesh"] = mesh if t.replicas > 1 else mesh["shard"]
     if t.offload_optimizer and kind == "cuda":
         how["offload_policy"] = CPUOffloadPolicy()
     return how
