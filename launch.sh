@@ -113,13 +113,13 @@ finish() { # code, last line
     kill "${CONSOLE:-}"; wait; clear_up; [ "$code" = 0 ] || exec >&3; echo "$last"; exit "$code"
 }
 hear() { ! read -t 0 -u 8 || read -r -u 8 said; } # no other timeout: when it is over, bash would leave a trap half done
-dead() { # role, status [, cause]: ends the run for what the first role to fail said, else for how this one ended
+dead() { # role, status [, cause]: ends the run for what killed it, else for what the first role to fail said
     local role=${1%%/*} code=$2 cause="ended with status $2 before the run was done" pid=${PID[$1]}
     [ -n "$said" ] || { sleep 0.5; hear; }
     ((code < 129 || code > 192)) || cause="killed by SIG$(kill -l "$code")"
     [ "$code" = 2 ] || code=3 # 2: it refused its arguments
     if [ -n "${3:-}" ]; then cause=$3
-    elif [[ $said =~ ^\[([a-z]+)\]\ exit=([0-9]+)\ pid=([0-9]+\ rank=[0-9]+)\ (.*)$ ]]; then
+    elif [[ $cause != killed* && $said =~ ^\[([a-z]+)\]\ exit=([0-9]+)\ pid=([0-9]+\ rank=[0-9]+)\ (.*)$ ]]; then
         [ -z "${PID[${BASH_REMATCH[1]}]:-}" ] || role=${BASH_REMATCH[1]} # else it is a part of this one
         code=${BASH_REMATCH[2]} pid=${BASH_REMATCH[3]} cause=${BASH_REMATCH[4]}
     fi
