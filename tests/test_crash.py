@@ -40,7 +40,7 @@ OVERRIDES = (
 )  # fmt: skip
 ONE = ("trainer.gpus=1",)
 FAULTS = ROOT / "tests" / "faults"  # on Python's path it breaks what FAULT names
-PLACES = (trainer, orchestrator, torch.nn.utils)  # where it waits for functions
+PLACES = (trainer, orchestrator, torch.nn.utils, trainer.dcp)  # where it waits for functions
 
 
 class Run:
@@ -266,7 +266,7 @@ def test_what_faults_wait_for_is_in_the_code():
 
     for point, (event, called, inside, step) in faults.POINTS.items():
         assert event.startswith("c_") or body(called).co_qualname == called, point
-        name = "policy" if "forward" in str(called) else getattr(called, "__name__", called)
+        name = "policy" if "forward" in str(called) else getattr(called, "__name__", str(called).split(".")[0])
         assert inside == called or name in {*body(inside).co_names, *body(inside).co_varnames}, point
         locals_of = {"step": 7, "version": 7, "client": SimpleNamespace(version=7), "info": {"step": 7}}
         assert step({name: locals_of[name] for name in body(inside).co_varnames if name in locals_of}) == 7, point
