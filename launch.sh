@@ -58,7 +58,7 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
 done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3)) own=''
-export TRITON_F32_DEFAULT=ieee OMP_WAIT_POLICY=passive # or fp32 is TF32, 1e-3 nats off; threads spin on vLLM's cores
+export TRITON_F32_DEFAULT=ieee OMP_WAIT_POLICY=passive THP_MEM_ALLOC_ENABLE=1 # no TF32, no idle spinning, huge pages
 export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} ROLEMODEL_POLICY_URL=${URLS[0]-}/v1
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
     --served-model-name "$ROLEMODEL_RUN_ID" --logprobs-mode processed_logprobs --scheduling-policy priority
