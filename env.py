@@ -109,9 +109,10 @@ def finite(func, value):
 
 
 class Rubric:
-    """Reward = sum of weight x function, of `funcs` and of all in `rubrics`. A weight is a number (0 only logs) or a
-    function of the step. Functions name what they want of the state, of `objects`, or state, parser. What raises, or
-    returns no finite number, loses its rollout, and is never 0. configs/rubrics.py: rewards of groups, and of turns."""
+    """Reward = sum of weight x function, of `funcs` and of those in `rubrics`, whose own score is not called. A weight
+    is a number (0 only logs) or a function of the step. Functions name what they want of the state, of `objects`, or
+    state, parser. What raises, or returns no finite number, loses its rollout, and is never 0. configs/rubrics.py:
+    rewards of groups, and of turns."""
 
     def __init__(self, funcs=(), weights=None, parser=None, rubrics=(), **objects):
         weights = [1.0] * len(funcs) if weights is None else weights
@@ -121,7 +122,7 @@ class Rubric:
         self.parts += [part for rubric in rubrics for part in rubric.parts]
         names = [func.__name__ for func, *_ in self.parts]
         taken = {name for name in names if name in TAKEN or names.count(name) > 1}
-        ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)} as well")
+        ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)}, too")
 
     async def score(self, state):
         """HACK HERE -> reward, {function: value}."""

@@ -131,7 +131,7 @@ async def sample(client, server, prompt, n, tools=None, version=None, **override
 
 def culprit(error, most=200):
     """-> type and text of an error, and the line of the user's code where it arose."""
-    ours = ("/lib/python", "/env.py", "/tool_env.py", "/orchestrator.py", "/configs/__init__.py", "<frozen")
+    ours = ("/lib/python", "/env.py", "/tool_env.py", "/rubrics.py", "/orchestrator.py", "/configs/__", "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
     where = f" in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {str(error)[:most]}{where}"
@@ -244,7 +244,7 @@ class Order:
         if num >= 50 and lost.total() > o.max_error_share * num:
             what = f"{lost.total()} of the last {num} rollouts of {group.env} were lost, mostly by "
             raise RunError(4, f"{what}{max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})")
-        what = f"{self.useless} groups of {group.env} in a row had nothing to learn from, the last: {group.dropped}"
+        what = f"{self.useless} groups of {group.env} in a row had nothing to learn from, last: {group.dropped}"
         require(self.useless <= 10 * o.batch_size // o.rollouts_per_example, 4, f"{what}; launch.sh --check says more")
 
 
@@ -301,7 +301,7 @@ def save_batch(path, samples, info):
     # nan, where the text is one that no policy of ours has said
     is_known = np.isfinite(data["old_logp"]) | (np.isnan(data["old_logp"]) & bool(info.get("offline")))
     is_right = is_known.all() and not any(s["mask"][0] for s in samples)
-    require(is_right, 4, f"{path}: old_logp is not finite, or a sample's first token is a loss token")
+    require(is_right, 4, f"{path}: old_logp is not finite, or a first token is a loss token")
     about = {"samples": json.dumps([{k: v for k, v in s.items() if k not in names} for s in samples])}
     save_file(data, tmp := path.with_suffix(".tmp"), about | {"info": json.dumps(info)})
     os.replace(tmp, path)
@@ -335,9 +335,8 @@ def resume(run_dir, cfg):
     n, ledger = step + len(files), {}
     state = [run_dir / f"checkpoints/step_{step:06d}/state.json"] * bool(step)
     for path in state + files[-1:]:  # the last one's ledger holds
-        require(
-            path in state or path.stem[5:] == f"{n - 1:06d}", 6, f"a batch before {path} is missing. Remove the rest"
-        )
+        missing = f"a batch before {path} is missing. Remove the rest"
+        require(path in state or path.stem[5:] == f"{n - 1:06d}", 6, missing)
         try:
             info = json.loads(path.read_text() if path in state else safe_open(path, "np").metadata()["info"])
             run, ledger = info["run"], info["ledger"]
@@ -432,7 +431,7 @@ def prepare(cfg):
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=AutoConfig.from_pretrained(cfg.run.model))
         Path(cfg.run.chat_template).stat()  # "" stands for the tokenizer's own, and here for "."
         is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-        require(tokenizer.chat_template or cfg.run.chat_template or is_text, 2, "there is none; the rows are messages")
+        require(tokenizer.chat_template or cfg.run.chat_template or is_text, 2, "none, though the rows are messages")
     except Exception as error:
         code = 2 if getattr(error, "name", "") == module or getattr(error, "code", code) == 2 else code
         raise RunError(code, f"{what}: {culprit(error, 2000)}") from error

@@ -347,7 +347,7 @@ def make_micros(policy, batch, cfg):
     rank, world, lens, tokens_T = dist.get_rank(), dist.get_world_size(), batch.lens.tolist(), batch.columns["tokens"]
     low, high, vocab = int(tokens_T.min()), int(tokens_T.max()), policy.vocab
     what = f"a sample of {min(lens)} tokens, ids from {low} to {high}; the vocabulary has {vocab}"
-    require(min(lens) > 0 and 0 <= low and high < vocab, 4, f"a batch that cannot be trained on: {what}")
+    require(min(lens) > 0 and 0 <= low and high < vocab, 4, f"not to be trained on: {what}")
     rectangles = cut(lens, cfg.trainer.micro_batch_size * cfg.run.max_seq_len, world, *SHAPES[policy.device.type])
     mask_T, counts = batch.columns["mask"], {key: batch.info[key] for key in ("rollouts", "max_tokens")}
     counts |= {"tokens": max(int(mask_T.sum()), 1), "samples": max(sum(bool(m.any()) for m in mask_T.split(lens)), 1)}
@@ -388,8 +388,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 sums.update({k: torch.where(micro["mask_N"], v.detach(), 0).sum().float() for k, v in logs.items()})
                 logp_T[micro["at_N"]] += torch.where(micro["mask_N"], logp_N.detach(), 0)
         # 4. One optimizer step, unless the gradient is not finite.
-        if scale != 1:
-            torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
+        torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
         grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm)).item()
         skipped += not math.isfinite(grad_norm)
         if math.isfinite(grad_norm):
@@ -399,7 +398,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
     dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
     metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist()))
-    seconds, peak = time.perf_counter() - started, torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
+    seconds = time.perf_counter() - started
+    peak = torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
     metrics |= {"optim/grad_norm": grad_norm, "optim/skipped": skipped, "time/train_s": seconds, "perf/peak_gib": peak}
     return metrics | {"perf/tokens_per_s": t.updates_per_batch * len(logp_T) / seconds}, logp_T
@@ -739,7 +739,7 @@ def start_distributed(cfg):
     """torchrun's variables, or one rank without it. No rank waits longer for another than the watchdog for all."""
     limit, is_cuda = 2 * (cfg.run.watchdog + cfg.inference.startup_timeout), torch.cuda.is_available()
     how = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    what = f"torch {torch.__version__} finds no GPU, though CUDA_VISIBLE_DEVICES is set: is the driver too old for it?"
+    what = f"torch {torch.__version__} finds no GPU, but CUDA_VISIBLE_DEVICES is set: is the driver too old?"
     require(is_cuda or not (os.environ.get("CUDA_VISIBLE_DEVICES") and torch.version.cuda), 2, what)
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -778,6 +778,7 @@ def main(argv):
                 sender.post_all("/sleep?level=1&mode=keep")  # which keeps their requests, too
             dist.barrier()
         numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
+        state_of(policy, optimizer)  # an optimizer that cannot be saved is told now
         is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
         streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times
         require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row; step {step}: {numbers}")

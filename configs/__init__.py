@@ -76,11 +76,15 @@ def load_config(path, overrides=(), replay=None):
     return cfg
 
 
+# JSON with = for : is TOML, but for surrogates and for an unescaped DEL
+toml = lambda value: json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")
+
+
 def parsed(item):
     """An override -> {dotted key: value}. A bare word is a string. ValueError where it is no key=value."""
     with suppress(ValueError):
         return flatten(tomllib.loads(item))
-    return flatten(tomllib.loads(re.sub("(?s)=(.*)", lambda text: f"={json.dumps(text[1])}", item)))
+    return flatten(tomllib.loads(re.sub("(?s)=(.*)", lambda text: f"={toml(text[1])}", item)))
 
 
 def flatten(raw, prefix=""):
@@ -148,7 +152,7 @@ def named(name, table):
     """An entry of the table, or what "module:function" names. RunError 2 where there is none."""
     try:
         return pkgutil.resolve_name(name) if ":" in name else table[name]
-    except (ImportError, AttributeError, KeyError, ValueError) as e:
+    except (Exception, SystemExit) as e:  # also what its module raises
         raise RunError(2, f"{name!r} is no module:function that can be used: {type(e).__name__}: {e}") from e
 
 
@@ -189,9 +193,8 @@ def redacted(value):
 
 
 def to_toml(cfg):
-    """The resolved configuration, for config.toml in the run directory. With = for : JSON's objects are TOML's."""
-    text = lambda value: json.dumps(value, ensure_ascii=False, separators=(", ", " = ")).replace("\x7f", "\\u007f")
-    return "".join(f"{key} = {text(value)}\n" for key, value in redacted(cfg.flat).items())
+    """The resolved configuration, for config.toml in the run directory."""
+    return "".join(f"{key} = {toml(value)}\n" for key, value in redacted(cfg.flat).items())
 
 
 def cut_lines(path, keep):

@@ -37,6 +37,7 @@ class GroupRubric(Rubric):
         parts = [part for part in self.parts if states and sees_group(part[0])]
         scores = [(0.0, {}) for _ in states if parts]
         have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}
+        have |= {"state": states[0]} if states else {}
         for func, weight, objects in parts:
             value = await call(func, **states[0] | objects | have)
             values = list(value) if hasattr(value, "__iter__") else [value]
@@ -59,8 +60,9 @@ class TurnRubric(Rubric):
             value = await call(func, **state | objects | {"state": state})
             values = value if isinstance(value, list) else [0.0] * (len(turns) - 1) + [value]
             ensure(len(values) == len(turns), f"{func.__name__} has {len(values)} rewards for {len(turns)} turns")
+            values = [finite(func, value) for value in values]
             w = float(weight(state["step"]) if callable(weight) else weight)
-            turns = [a + w * finite(func, b) for a, b in zip(turns, values)]
+            turns = [a + w * b for a, b in zip(turns, values)]
             metrics[func.__name__] = sum(values)
         state["turn_rewards"] = turns
         return sum(turns), metrics

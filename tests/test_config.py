@@ -434,6 +434,23 @@ def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
         assert getattr(again, table) == getattr(first, table)
 
 
+def test_an_override_holds_any_text(tmp_path):
+    text = 'a\U0001f600 \x7f \\ " é'
+    assert load(tmp_path, VF_RL, f"env.args.text={text}").env[0].args["text"] == text
+
+
+@pytest.mark.parametrize(
+    "body", ["def f(:", "f = undefined", "len(1)", "raise SystemExit(1)", "1 / 0", "import nowhere"]
+)
+def test_a_module_that_cannot_be_imported_is_an_error_of_the_configuration(body, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"broken{abs(hash(body))}"
+    (tmp_path / f"{name}.py").write_text(body)
+    with pytest.raises(RunError, match=f"'{name}:f' is no module:function that can be used: ") as e:
+        configs.named(f"{name}:f", {})
+    assert e.value.code == 2
+
+
 @pytest.mark.parametrize("value", ["2024-05-01", "inf", "[1.0, nan]", "{ since = 12:00:00 }"])
 def test_what_json_has_not_is_refused_before_a_server_starts(value, tmp_path):
     """Else the first batch, whose file says of which run it is, could not be written."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import json
 import random
 import re
 import subprocess
@@ -98,7 +99,7 @@ def test_weights_by_step_and_groups_of_rubrics():
     state, reward, _ = play(SingleTurnEnv(ROWS, rubric=rubric), ROWS[0], "4")  # rewards are written as JSON
     (added, _) = asyncio.run(rubric.score_group([state]))[0]
     assert (reward, added) == (0.5, 0.25) and type(reward) is type(added) is float
-    with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'. as well"):
+    with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'., too"):
         Rubric([right], rubrics=[rubric])
 
 
@@ -118,7 +119,8 @@ def test_functions_of_a_group_see_all_its_rollouts():
         lens = [len(c[-1]["content"]) for c in completions]
         return [float(n == max(lens)) for n in lens]
 
-    async def names_states(states, step):
+    async def names_states(states, step, state):
+        assert state is states[0]
         return [s["turn"] + step for s in states]
 
     def alone(completion):
@@ -171,6 +173,10 @@ def test_rewards_by_turn_add_up_and_the_rest_counts_at_the_last_turn():
         state, reward, metrics = play(env, ROWS[0], "1", "2", "3")
         assert reward == 13.0 and state["turn_rewards"] == [0.5, 1.0, 11.5]
         assert metrics == {"each": 6.0, "whole": 10.0}
+    for kind in (np.int64, np.float32):  # JSON has neither
+        numbers = TurnRubric([lambda completion, kind=kind: [kind(x) for x in each(completion)]])
+        metrics = play(Echo(ROWS, max_turns=3, rubric=numbers), ROWS[0], "1", "2", "3")[2]
+        assert json.dumps(metrics) == '{"<lambda>": 6.0}'
     with pytest.raises(DataError, match="<lambda> has 2 rewards for 3 turns"):
         play(Echo(ROWS, max_turns=3, rubric=TurnRubric([each, lambda: [1.0, 2.0]])), ROWS[0], "1", "2", "3")
     with pytest.raises(ValueError, match="each returned .1.0, 2.0, 3.0., no finite number"):

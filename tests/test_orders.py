@@ -8,6 +8,7 @@ import pytest
 from conftest import all_batches, lines
 from orders import Curriculum, Difficulty, put_back
 
+import configs.orders
 from configs import RunError
 from orchestrator import Order, Rollout
 
@@ -96,7 +97,8 @@ def test_bad_luck_is_no_end(seed, make_cfg):
         assert row == 0 and index in order.open
 
 
-def test_what_ahead_leaves_over_is_asked_again(make_cfg):
+@pytest.mark.parametrize("Curriculum", [Curriculum, configs.orders.Curriculum])  # two modules to Python
+def test_what_ahead_leaves_over_is_asked_again(Curriculum, make_cfg):
     """A row is put back only while its period and its retirement allow it at the step where it would be taken."""
     rows = [row | {"difficulty": ["easy", "hard"][i % 2]} for i, row in enumerate(ROWS)]
     order = Curriculum(rows, make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.curriculum={easy=[0, 3]}"))

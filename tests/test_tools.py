@@ -242,6 +242,12 @@ def test_bad_lines_of_offline_files_are_named(tmp_path, models, capsys):
         with pytest.raises((RunError, ValueError), match=problem) as e:
             evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
         assert e.value.code == 4
+    cut = {"prompt": ask, "completion": say, "truncated": True}  # with rewards by turn, which go with the whole one
+    rows = [json.dumps(cut | {"reward": x, "turn_rewards": [x]}) + "\n" for x in (1.0, 2.0)]
+    (tmp_path / "data.jsonl").write_text("".join(rows))
+    with pytest.raises(RunError, match="nothing to learn from.*'flat': 2"):
+        more = ["orchestrator.zero_truncated_completions=true"]
+        evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), *more])
 
 
 def test_conversations_become_samples_of_the_policys_tokens():

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from conftest import BASE, ROOT, lines, make_samples, run_trainer, some
 from ranks import replays
 from safetensors.torch import load_file
@@ -705,7 +706,7 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(make_cfg, 
     """A driver too old for this build of torch; a build for CPUs was asked for."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(RunError, match="finds no GPU, though CUDA_VISIBLE_DEVICES is set: is the driver too old") as e:
+    with pytest.raises(RunError, match="finds no GPU, but CUDA_VISIBLE_DEVICES is set: is the driver too old") as e:
         trainer.start_distributed(make_cfg())
     assert e.value.code == 2
 
@@ -1045,6 +1046,10 @@ def sgd(params, t):
     return torch.optim.SGD(params, t.learning_rate)
 
 
+def adafactor(params, t):
+    return transformers.Adafactor(params, lr=t.learning_rate, relative_step=False, scale_parameter=False)
+
+
 def test_another_optimizer(make_cfg, models, tmp_path):
     """One step of plain gradient descent."""
     cfg, saved = make_cfg(UNCLIPPED), write_batches(tmp_path / "saved", 1)
@@ -1053,6 +1058,17 @@ def test_another_optimizer(make_cfg, models, tmp_path):
     replays([[tmp_path / "test.toml", "--replay", saved, *more]])
     before, after = (load_file(p / "model.safetensors") for p in (models["untied"], run_of(tmp_path, "test") / "final"))
     same(grads, {f"model.{k}": before[k] - after[k] for k in after})
+
+
+def test_an_optimizer_that_cannot_be_saved_is_refused_after_one_step(make_cfg, tmp_path):
+    """And not with the first checkpoint, which is the last step's in a short run."""
+    make_cfg(UNCLIPPED)
+    saved = write_batches(tmp_path / "saved", 2)
+    more = ["trainer.optimizer=test_trainer:adafactor", UNCLIPPED, f"output_dir={tmp_path}"]
+    with pytest.raises(RunError, match="trainer.optimizer: not all of .*'RMS'.* are tensors") as e:
+        replays([[tmp_path / "test.toml", "--replay", saved, *more]])
+    run = run_of(tmp_path, "test")
+    assert e.value.code == 2 and not lines(run / "metrics.jsonl") and not any((run / "checkpoints").iterdir())
 
 
 # --- a column of one's own, from the environment to the loss ----------------------------------------------------------

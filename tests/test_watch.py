@@ -191,6 +191,15 @@ def test_commands_that_are_told_can_be_pasted(tmp_path, capsys):
     assert shlex.split(commands[1])[-1] == str(run / "final")
 
 
+def test_the_steps_that_a_killed_run_will_do_are_those_after_its_checkpoint(tmp_path, capsys):
+    config = "[orchestrator]\nbatch_size = 4\nrollouts_per_example = 2\n[eval]\nevery = 0\n"
+    run = write_steps(tmp_path / "run", range(8), config=config)
+    (run / "checkpoints" / "step_000005").mkdir(parents=True)
+    (run / "checkpoints" / "step_000008.tmp").mkdir()
+    watch.Watch(run, "", True).begin()
+    assert "steps 5 to 7, 4 rollouts each, in groups of 2, never evaluated; " in capsys.readouterr().out
+
+
 def test_half_a_line_of_its_own_is_cut_off_and_a_damaged_one_is_named(tmp_path):
     run = write_steps(tmp_path, range(3))
     watch.main([str(run), "--once"])

@@ -247,7 +247,8 @@ def read_groups(path, min_reward, cfg):
         samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
         if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
             samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]
-            reward = 0.0 if cfg.orchestrator.zero_truncated_completions and reward is not None else reward
+            if cfg.orchestrator.zero_truncated_completions and reward is not None:
+                reward, line["turn_rewards"] = 0.0, None
         if reward is None and not is_sft:
             dropped["unscored"] += 1
         elif line.get("truncated") and is_sft:

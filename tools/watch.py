@@ -424,7 +424,9 @@ class Watch:
         o, e = c["orchestrator"], c["eval"]
         evaluated = f"evaluated every {e['every']} steps" if e["every"] else "never evaluated"
         size = f"{o['batch_size']} rollouts each, in groups of {o['rollouts_per_example']}"
-        say(f"run: {c['model']}, steps {self.first} to {c['max_steps'] - 1}, {size}, {evaluated}; files in {self.run}")
+        done = (int(path.name[5:]) for path in self.run.glob("checkpoints/step_??????"))  # others are trained again
+        steps = f"steps {max(done, default=0)} to {c['max_steps'] - 1}"
+        say(f"run: {c['model']}, {steps}, {size}, {evaluated}; files in {self.run}")
 
     def end(self):
         if self.seconds["step"]:
