@@ -66,6 +66,7 @@ flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" 
 [ "$sends_adapters" = False ] || flags+=(--enable-lora --max-lora-rank $rank --max-loras $loras)
 if [ "$GPUS" -eq 0 ]; then # no minute of g++; one process less, by its path, since vLLM turns "uni" into "mp"
     flags+=(--enforce-eager) vars+=(TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(share $((2*SERVERS)))})
+    export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 # freed memory is kept: the kernel's zeros cost a tenth
     [ "$TP" -gt 1 ] || flags+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
     [ ! -f configs/vllm_cpu.py ] || flags+=(--worker-extension-cls configs.vllm_cpu.WeightReceiver)
 elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
@@ -171,8 +172,7 @@ while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
     ((SECONDS - moved <= limit)) ||
         dead "${role:-orchestrator}" 1 "no role made progress for $limit s (watchdog): the stacks are in $LOGS"
     [ -f "$run_dir/version" ] || for name in "${!PID[@]}"; do for pid in $(family "${PID[$name]}"); do
-        [[ $(cat "/proc/$pid/comm" 2>/dev/null) != VLLM::Engine* ]] || PID[${name%%/*}/$pid]=$pid
-    done; done
+        [[ $(cat "/proc/$pid/comm" 2>/dev/null) != VLLM::Engine* ]] || PID[${name%%/*}/$pid]=$pid; done; done
 done
 [ "${version:--1}" -ge "$STEPS" ] || finish 3 "[launch] stopped at version ${version:-?} of $STEPS (exit=3 log=$LOGS)"
 [ -n "$CHECK" ] || (cd "$run_dir" && echo "$identity" >identity && echo "$STEPS" >done.tmp && mv done.tmp done)
