@@ -79,7 +79,8 @@ class Policy(nn.Module):
     """A Hugging Face causal LM that returns log-probabilities of given tokens. The head runs inside this forward, where
     FSDP2 holds its weight; in parts of CHUNK logits, and again in backward: no full [N, V] tensor exists."""
 
-    CHUNK = 1 << 26  # 256 MiB in fp32, of which there are about four at a time; of a GPU's memory a thirtieth
+    # 256 MiB in fp32, of which there are about four at a time; of a GPU's memory a thirtieth
+    CHUNK = 1 << 26
 
     def __init__(self, model, device, head_dtype=None):
         super().__init__()
@@ -436,12 +437,13 @@ def make_group(store, rank, spec):
 
 def stream(group, device, spec, tensors=None):
     """Both ends of a broadcast: yields (name, tensor), one after the other. spec["tensors"]: names, shapes and dtypes;
-    the sender gives `tensors` themselves."""
-    for name, shape, dtype in spec["tensors"]:
+    the sender gives `tensors` themselves. NCCL's wait with a limit looks each millisecond whether it is over; without
+    one the GPU's stream waits. So only the last wait, which comes after all, has one there."""
+    for i, (name, shape, dtype) in enumerate(spec["tensors"], 1 - len(spec["tensors"])):
         like = {"dtype": getattr(torch, dtype), "device": device}
         tensor = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, **like)
-        # as bytes: every backend has those
-        group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(timedelta(seconds=spec["timeout_s"]))
+        limit = [timedelta(seconds=spec["timeout_s"])] if spec["backend"] == "gloo" or i == 0 else []
+        group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(*limit)  # as bytes: every backend has those
         yield name, tensor
 
 
@@ -507,8 +509,8 @@ class WeightSender:
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
         refuse_non_finite(tensors, what)
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
-        listed = [(name, list(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in tensors.items()]
-        spec = {"tensors": listed, "adapter": about}
+        # a dtype is "torch.bfloat16"
+        spec = {"adapter": about, "tensors": [(name, [*w.shape], str(w.dtype)[6:]) for name, w in tensors.items()]}
         if not about:
             self.post_all("/pause?mode=keep&clear_cache=false")  # else it forgets, and reads again, what they have said
         sent = self.pool.submit(list, stream(self.group, self.device, self.spec | spec, tensors))
@@ -654,13 +656,13 @@ def shards(path):
 def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     """Every rank writes its part, whatever number of ranks reads it again; rank 0 adds state.json with the shards'
     sizes and the orchestrator's ledger. One rename makes it exist; then the oldest go. Collective."""
-    path, is_first = run_dir / "checkpoints" / f"step_{step:06d}", dist.get_rank() == 0
-    tmp, tensors = path.with_suffix(".tmp"), state_of(policy, optimizer)
+    path, tensors = run_dir / "checkpoints" / f"step_{step:06d}", state_of(policy, optimizer)
+    tmp = path.with_suffix(".tmp")
     refuse_non_finite(tensors, path)
     shutil.rmtree(tmp, ignore_errors=True)  # by whichever rank comes first
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
-    if is_first:
+    if dist.get_rank() == 0:
         state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
         state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
         (tmp / "state.json").write_text(json.dumps(state))

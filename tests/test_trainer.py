@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
@@ -1116,6 +1117,24 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="sync of version 3: 1 of 5 tensors are not finite, the first is c") as e:
         sender.send(3, sent | {"c": sent["c"] / 0})
     assert e.value.code == 5
+
+
+@pytest.mark.parametrize("backend, which", [("gloo", [0, 1, 2]), ("nccl", [2])])
+def test_only_the_last_wait_on_nccl_has_a_limit(backend, which):
+    """With one it polls, and sleeps a millisecond between; of 18,000 experts' tensors that would be 18 s."""
+    waits, sent, spec = [], [], {"timeout_s": 5.0, "backend": backend}
+    names = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4), "c": torch.ones(1).half()}
+    spec["tensors"] = [(name, [*x.shape], str(x.dtype)[6:]) for name, x in names.items()]
+    work = SimpleNamespace(wait=lambda *limit: waits.append(limit))
+    group = SimpleNamespace(broadcast=lambda x, root: sent.append(x) or work)
+    for tensors in (None, names):
+        arrived = dict(trainer.stream(group, CPU, spec, tensors))
+        assert {k: (x.shape, x.dtype) for k, x in arrived.items()} == {k: (x.shape, x.dtype) for k, x in names.items()}
+        assert [i for i, limit in enumerate(waits) if limit == (timedelta(seconds=5),)] == which
+        assert [len(x) for x in sent] == [12, 16, 2] and [x for x in waits if x != ()] == [
+            (timedelta(seconds=5),)
+        ] * len(which)
+        waits.clear(), sent.clear()
 
 
 def test_final_has_the_models_generation_config(make_cfg, models, tmp_path):
