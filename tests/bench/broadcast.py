@@ -15,8 +15,8 @@ from pathlib import Path
 from common import config, make_model, row, tell
 
 os.environ |= {"OMP_NUM_THREADS": "1", "FAKE": json.dumps({"discard": True}), "ROLEMODEL_RUN_ID": "real"}
-KEPT = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
-os.environ |= {"THP_MEM_ALLOC_ENABLE": "1"} | KEPT  # as in launch.sh
+# as in launch.sh
+os.environ |= {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 
 import conftest  # starts and stops servers
 import torch
