@@ -142,7 +142,7 @@ async def guard(rollouts, work, timeout_s):
     try:
         async with asyncio.timeout(timeout_s):
             return await work
-    except (Exception, asyncio.CancelledError, SystemExit) as e:  # user code may raise the last two, too
+    except (Exception, asyncio.CancelledError, SystemExit) as e:  # user code may raise these, too
         if isinstance(e, RunError) or asyncio.current_task().cancelling():
             raise
         for r in rollouts:
@@ -195,7 +195,7 @@ async def run_group(env, row, n, ask, step, cfg, slots):
             jobs = [run_rollout(env, env.start(row) | {"step": step}, ask, first, start, i, cfg) for i in range(n)]
             rollouts = await asyncio.gather(*jobs)
     finally:
-        first().cancel()  # nobody is left to read it; what nobody asked never begins
+        first().cancel()  # nobody is left to read it; unasked, it never begins
     scored = [r for r in rollouts if r.reward is not None]
     more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
     for r, (add, metrics) in zip(scored, more or []):
@@ -340,7 +340,7 @@ def resume(run_dir, cfg):
         try:
             info = json.loads(path.read_text() if path in state else safe_open(path, "np").metadata()["info"])
             run, ledger = info["run"], info["ledger"]
-        except Exception as e:  # of safetensors, of JSON, or of the file system
+        except Exception as e:  # of safetensors, JSON, or the file system
             raise RunError(6, f"{path} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
         refuse_other(run, cfg, path)
     # With the same configuration the versions after the checkpoint come again, bit for bit, else others do.
@@ -429,7 +429,7 @@ def prepare(cfg):
 
         what, code = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}", 2
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=AutoConfig.from_pretrained(cfg.run.model))
-        Path(cfg.run.chat_template).stat()  # "" stands for the tokenizer's own, and here for "."
+        Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
         is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
         require(tokenizer.chat_template or cfg.run.chat_template or is_text, 2, "none, though the rows are messages")
     except Exception as error:
@@ -448,7 +448,7 @@ async def run(cfg):
     orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     configs.tell_launcher("[orchestrator] ready")
-    gc.freeze()  # or each collection walks all that transformers has imported, two fifths of this process's time
+    gc.freeze()  # or each collection walks all of transformers, two fifths of this process's time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
     client, num_groups, lock = Client(cfg), o.batch_size // o.rollouts_per_example, asyncio.Lock()
@@ -473,7 +473,7 @@ async def run(cfg):
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.until(last))
-        for n in range(step, last + 1):  # an evaluation may be missing, though its batch is there
+        for n in range(step, last + 1):  # a batch may be there, its evaluation missing
             due = envs if e.every and (n % e.every == 0 or n == last) else ()
             evaluations = [tasks.create_task(evaluate(n, k, envs[k], lock, client, run_dir, cfg)) for k in due]
             if start <= n < last:

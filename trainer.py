@@ -149,14 +149,14 @@ def build_policy(cfg):
         add_lora(model, t)
     if t.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # a need of reentrant checkpoints; the first block would be another graph
+        model.disable_input_require_grads()  # only reentrant ones need it; the first block would be another graph
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside of the graph
+    for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside
         block.forward = torch.compile(block.forward, dynamic=True)
     policy = Policy(model, torch.device(kind), DTYPES.get(t.head_dtype))
     if t.compile:
         policy.head = torch.compile(policy.head, dynamic=True)
-        torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code; then nothing is compiled
+        torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code
     is_plain = t.replicas == 1 and not t.offload_optimizer
     if world == 1 and t.dtype == "fp32" and is_plain:
         policy.to(policy.device)  # nothing to shard, nothing to cast
@@ -167,7 +167,7 @@ def build_policy(cfg):
                 module.float()  # the masters
             mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
             fsdp.fully_shard(module, mp_policy=mixed, reshard_after_forward=True, **how)
-            module.set_gradient_divide_factor(1.0)  # the loss is divided by the count over all ranks already
+            module.set_gradient_divide_factor(1.0)  # the loss is divided already
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         fsdp.register_fsdp_forward_method(policy, "plain")
     if t.beta:
@@ -206,7 +206,7 @@ def load_batch(path, cfg=None, step=None):
             columns = {name: f.get_tensor(name) for name in f.keys()}
             samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
         lens = columns.pop("lens").long()
-    except Exception as e:  # of safetensors, of JSON, or of the file system
+    except Exception as e:  # of safetensors, JSON, or the file system
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
     info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | info  # where it does not say them
     if cfg:
@@ -252,7 +252,7 @@ def collate(batch, indices, device):
     at_N = at_BW[row_N, place_N]
     micro = {"temperature_N": torch.ones(len(row_N))} | {f"{name}_N": x[at_N] for name, x in batch.columns.items()}
     micro |= {"ids_BW": torch.where(is_real_BW, tokens_T[at_BW], 0).long(), "target_N": tokens_T[at_N].long()}
-    micro["index_N"] = row_N * len(place_W) + place_N - 1  # the place before each loss token, in the flat rectangle
+    micro["index_N"] = row_N * len(place_W) + place_N - 1  # the place before each, in the flat rectangle
     micro |= {"at_N": at_N, "sample_N": row_N, "mask_N": torch.full_like(row_N, not is_empty, dtype=torch.bool)}
     return {name: x.to(device, non_blocking=True) for name, x in micro.items()}
 
@@ -397,12 +397,11 @@ def train_step(policy, optimizer, batch, step, cfg):
         optimizer.zero_grad()
     # 5. Metrics: token means over all ranks.
     dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
-    dist.all_reduce(logp_T)  # a token is trained on one rank, and 0 on the others
+    dist.all_reduce(logp_T)  # 0 on all ranks but one
     metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist()))
-    seconds = time.perf_counter() - started
-    peak = torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
-    metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
-    metrics |= {"optim/grad_norm": grad_norm, "optim/skipped": skipped, "time/train_s": seconds, "perf/peak_gib": peak}
+    seconds, lr = time.perf_counter() - started, optimizer.param_groups[0]["lr"]
+    metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped": skipped, "time/train_s": seconds}
+    metrics["perf/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
     return metrics | {"perf/tokens_per_s": t.updates_per_batch * len(logp_T) / seconds}, logp_T
 
 
@@ -412,20 +411,23 @@ CANARY = (96, 80, 64, 56, 48, 40, 32, 24)  # token ids in its rows, of different
 SAID = 4  # tokens that the policy says after each; every one is a step of the engine, among all rollouts under way
 
 
-def sampler_weights(model, dtype, adapters):
-    """Yields (the module's name, full tensor) as a sampler wants them. Collective: every rank exhausts it. LoRA is
-    merged out of place in fp32; with `adapters` only A and B go. Buffers of the checkpoint keep their dtype: a router's
-    bias in 16 bits would be another router."""
+def sampler_weights(model, dtype, adapters, device):
+    """Yields (the module's name, full tensor), as a sampler wants them: copies, side by side in pieces of 2^25 values,
+    for few messages. Collective: every rank exhausts it, those that send nothing on "meta". LoRA is merged in fp32;
+    with `adapters` only A and B go. Buffers keep their dtype: a router's bias in 16 bits would be another router."""
+    room, kept = torch.empty(0), {} if adapters else model.state_dict()
     for name, p in model.named_parameters():  # tied weights go once
         place, _, key = name.rpartition(".")
         module, is_lora = model.get_submodule(place), key.startswith("lora_")
         if is_lora == adapters:
-            w = full(p.detach().to(dtype))
+            w = full(p.detach().to(dtype if dist.get_world_size() > 1 else p.dtype))
             if isinstance(module, LoRALinear) and key == "weight":
                 w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
-            yield f"{name}.weight" if is_lora else name, w.to(dtype).contiguous()
-    kept = {} if adapters else model.state_dict()
-    yield from ((name, b) for name, b in model.named_buffers() if name in kept)
+            if len(room) < w.numel():
+                room = torch.empty(max(1 << 25, w.numel()), dtype=dtype, device=device)
+            copy, room = room[: w.numel()].view(w.shape), room[w.numel() :]
+            yield f"{name}.weight" if is_lora else name, copy.copy_(w)
+    yield from ((name, b.to(device)) for name, b in model.named_buffers() if name in kept)
 
 
 def make_group(store, rank, spec):
@@ -435,16 +437,27 @@ def make_group(store, rank, spec):
     return kind(store, rank, spec["size"], timedelta(seconds=2 * spec["timeout_s"]))
 
 
+def messages(tensors):
+    """{name: tensor} -> [[(name, shape, dtype), ...], ...], dtypes without "torch.". What lies side by side in memory
+    is one message: each has a price of its own (0.3 ms over gloo), and there may be 18,000 matrices of experts."""
+    found, end = [], 0
+    for name, w in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        if w.data_ptr() != end or w.storage_offset() == 0:
+            found.append([])
+        found[-1].append((name, [*w.shape], str(w.dtype)[6:]))
+        end = w.data_ptr() + w.nbytes
+    return found
+
+
 def stream(group, device, spec, tensors=None):
-    """Both ends of a broadcast: yields (name, tensor), one after the other. spec["tensors"]: names, shapes and dtypes;
-    the sender gives `tensors` themselves. NCCL's wait with a limit looks each millisecond whether it is over; without
-    one the GPU's stream waits. So only the last wait, which comes after all, has one there."""
-    for i, (name, shape, dtype) in enumerate(spec["tensors"], 1 - len(spec["tensors"])):
-        like = {"dtype": getattr(torch, dtype), "device": device}
-        tensor = tensors[name].to(device).contiguous() if tensors else torch.empty(shape, **like)
-        limit = [timedelta(seconds=spec["timeout_s"])] if spec["backend"] == "gloo" or i == 0 else []
-        group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(*limit)  # as bytes: every backend has those
-        yield name, tensor
+    """Both ends of a broadcast: yields (name, tensor). spec["messages"]: of `tensors`, which the sender gives, too."""
+    for part in spec["messages"]:
+        (name, _, dtype), sizes = part[0], [math.prod(shape) for _, shape, _ in part]
+        first = tensors[name] if tensors else torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=device)
+        data = first.as_strided((sum(sizes),), (1,))
+        # as bytes: every backend has those
+        group.broadcast(data.view(torch.uint8), 0).wait(timedelta(seconds=spec["timeout_s"]))
+        yield from ((name, x.view(shape)) for (name, shape, _), x in zip(part, data.split(sizes)))
 
 
 class WeightSender:
@@ -469,8 +482,7 @@ class WeightSender:
         self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s}
         self.spec["size"] = 1 + workers * len(self.urls)
         joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
-        made = self.pool.submit(make_group, self.store, 0, self.spec)
-        self.group, *_ = self.finish("weight group", [made, *joining])
+        self.group, *_ = self.finish("group", [self.pool.submit(make_group, self.store, 0, self.spec), *joining])
 
     def wait_ready(self, url):
         """Until the server answers -> the name under which it serves."""
@@ -507,10 +519,9 @@ class WeightSender:
         """Broadcasts, and makes the servers use it. tensors: {checkpoint name: tensor}. A failure raises; a server that
         got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
         what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
-        refuse_non_finite(tensors, what)
+        refuse_non_finite(tensors := {name: w.contiguous() for name, w in tensors.items()}, what)
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
-        # a dtype is "torch.bfloat16"
-        spec = {"adapter": about, "tensors": [(name, [*w.shape], str(w.dtype)[6:]) for name, w in tensors.items()]}
+        spec = {"adapter": about, "messages": messages(tensors)}
         if not about:
             self.post_all("/pause?mode=keep&clear_cache=false")  # else it forgets, and reads again, what they have said
         sent = self.pool.submit(list, stream(self.group, self.device, self.spec | spec, tensors))
@@ -598,7 +609,7 @@ def canary(sender, policy, version, cfg, batch=None):
     for i in range(0, len(batch.lens), -(-len(batch.lens) // len(CANARY))) if batch else ():
         tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
         rows.append(tokens[: max(1, min(int(mask.int().argmax()), most))].tolist())
-    said = sender.say(version, rows) if sender else [([0], [])]  # other ranks only take part in the forward
+    said = sender.say(version, rows) if sender else [([0], [])]  # others only take part in the forward
     pairs = list(zip(rows * servers, said))
     logp_N = score(policy.eval(), [row + ids for row, (ids, _) in pairs], [len(row) for row, _ in pairs])
     policy.train()
@@ -613,13 +624,7 @@ def publish(sender, policy, version, cfg, batch=None):
     """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers, under the
     names of the checkpoint: experts one by one, and the prefix that a composite model has there."""
     started, dtype = time.perf_counter(), DTYPES[cfg.trainer.dtype]
-    if cfg.inference.sleep and batch:  # the servers take their memory back
-        torch.cuda.empty_cache()
-        dist.barrier()
-        if sender:
-            sender.post_all("/wake_up")
-    weights = sampler_weights(policy.model, dtype, cfg.sends_adapters)
-    tensors = {name: w.to(sender.device) for name, w in weights if sender}
+    tensors = dict(sampler_weights(policy.model, dtype, cfg.sends_adapters, sender.device if sender else "meta"))
     if sender:
         sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
     metrics = canary(sender, policy, version, cfg, batch)
@@ -703,7 +708,7 @@ def write_adapter(path, tensors, t, model):
 def write_final(run_dir, policy, cfg):
     """final/: what transformers (LoRA: peft) and vLLM load. Collective."""
     t, final, rank = cfg.trainer, run_dir / "final", dist.get_rank()
-    tensors = {name: w.cpu() for name, w in sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora) if not rank}
+    tensors = dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora, "meta" if rank else "cpu"))
     if rank:
         return
     if t.use_lora:
@@ -713,7 +718,7 @@ def write_final(run_dir, policy, cfg):
         # Transformers reads any generation_config.json, but does not write every one: it is copied.
         policy.model.can_generate = lambda: False
         policy.model.save_pretrained(final, state_dict=tensors)
-        policy.model.config.dtype = DTYPES[t.dtype]  # of what is in the file, which save_pretrained does not see
+        policy.model.config.dtype = DTYPES[t.dtype]  # the file's, which save_pretrained does not see
         policy.model.config.save_pretrained(final)
         source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
         for file in source.glob("*_config.json"):  # of generation; by which a composite model reads images
@@ -755,7 +760,7 @@ def main(argv):
     files = sorted(replay.glob("step_*.safetensors")) if replay else []
     require(files or not replay, 2, f"--replay {replay}: no step_*.safetensors there")
     run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
-    for name in (t.loss, t.importance, t.optimizer, t.advantage):  # misspelled ones are told before the first step
+    for name in (t.loss, t.importance, t.optimizer, t.advantage):  # a misspelled one is told now
         named(name, {name: None})
     start_distributed(cfg)
     is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
@@ -767,20 +772,17 @@ def main(argv):
     if is_first:
         configs.cut_lines(run_dir / "metrics.jsonl", lambda line, first=step: line["step"] < first)
     sender = WeightSender(cfg, run_dir, policy.device) if is_first and not replay else None
+    take_step = named("sleep:asleep" * cfg.inference.sleep, {"": lambda sender: lambda f: f})(sender)(train_step)
     metrics, mark = {} if replay else publish(sender, policy, step, cfg), time.perf_counter()
     while step < last:
         # 1. The orchestrator's batch, or a saved one.
-        started, mark = mark, time.perf_counter()  # between them: the checkpoint of the step before
+        started, mark = mark, time.perf_counter()  # between: the last step's checkpoint
         path = run_dir / "batches" / f"step_{step:06d}.safetensors"
         batch = load_batch(files[step]) if replay else load_batch(path, cfg, step)
         times = {"time/checkpoint_s": mark - started, "time/wait_batch_s": time.perf_counter() - mark}
-        # 2. An optimizer step, unless three in a row were of no use. With inference.sleep the GPU is the trainer's.
-        if cfg.inference.sleep and not replay:
-            if sender:
-                sender.post_all("/sleep?level=1&mode=keep")  # which keeps their requests, too
-            dist.barrier()
-        numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
-        state_of(policy, optimizer)  # an optimizer that cannot be saved is told now
+        # 2. An optimizer step, unless three in a row were of no use.
+        numbers, logp_T = take_step(policy, optimizer, batch, step, cfg)
+        state_of(policy, optimizer)  # one that cannot be saved is told now
         is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
         streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times
         require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row; step {step}: {numbers}")

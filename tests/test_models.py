@@ -365,7 +365,9 @@ def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch)
 
         def add(what, change):
             def changed(group, device, spec, tensors):
-                return honest(group, device, spec, tensors | change(tensors))
+                for name, w in [(name, w.clone()) for name, w in change(tensors).items()]:
+                    tensors[name].copy_(w)
+                return honest(group, device, spec, tensors)
 
             monkeypatch.setattr(trainer, "stream", changed)
             metrics = trainer.publish(sender, policy, next(version), cfg)
@@ -378,7 +380,7 @@ def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch)
         for seed, path in enumerate(paths):
             network = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             trained = trainer.trained(policy)
-            old = dict(trainer.sampler_weights(network, trainer.DTYPES[dtype], False))
+            old = dict(trainer.sampler_weights(network, trainer.DTYPES[dtype], False, CPU))
             old = transformers.core_model_loading.revert_weight_conversion(network, old)
             torch.manual_seed(seed)
             with torch.no_grad():  # a step later

@@ -555,7 +555,7 @@ def test_lora_starts_as_the_base_and_merges_exactly(make_cfg, tmp_path):
     before = {k: v.clone() for k, v in policy.state_dict().items()}
     with torch.no_grad():
         assert (policy(micro)[0] - base(micro)[0]).abs().max() > 1e-2
-        merged = dict(trainer.sampler_weights(policy.model, torch.float32, adapters=False))
+        merged = dict(trainer.sampler_weights(policy.model, torch.float32, False, CPU))
         assert set(merged) == {k for k, _ in base.model.named_parameters()}
         base.model.load_state_dict(merged, strict=False)
         torch.testing.assert_close(policy(micro), base(micro), atol=1e-5, rtol=0)
@@ -1119,20 +1119,40 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
     assert e.value.code == 5
 
 
-@pytest.mark.parametrize("backend, which", [("gloo", [0, 1, 2]), ("nccl", [2])])
-def test_only_the_last_wait_on_nccl_has_a_limit(backend, which):
-    """With one it polls, and sleeps a millisecond between; of 18,000 experts' tensors that would be 18 s."""
-    waits, sent, spec = [], [], {"timeout_s": 5.0, "backend": backend}
-    names = {"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4), "c": torch.ones(1).half()}
-    spec["tensors"] = [(name, [*x.shape], str(x.dtype)[6:]) for name, x in names.items()]
-    work = SimpleNamespace(wait=lambda *limit: waits.append(limit))
-    group = SimpleNamespace(broadcast=lambda x, root: sent.append(x) or work)
-    for tensors in (None, names):
-        arrived = dict(trainer.stream(group, CPU, spec, tensors))
-        assert {k: (x.shape, x.dtype) for k, x in arrived.items()} == {k: (x.shape, x.dtype) for k, x in names.items()}
-        assert [i for i, limit in enumerate(waits) if limit] == which and [len(x) for x in sent] == [12, 16, 2]
-        assert all(limit in ((), (timedelta(seconds=5),)) for limit in waits)
+def test_what_lies_side_by_side_is_one_message():
+    room, memory = torch.arange(50.0), bytearray(16)
+    tensors = {"gap": room[40:50], "b": room[10:30].view(4, 5), "other": torch.ones(3).half(), "a": room[:10]}
+    # a storage that begins where another ends
+    tensors |= {f"at {at}": torch.frombuffer(memory, dtype=torch.float32, count=2, offset=at) for at in (0, 8)}
+    found = trainer.messages(tensors)
+    assert sorted([name for name, *_ in part] for part in found) == [["a", "b"], ["at 0"], ["at 8"], ["gap"], ["other"]]
+    assert next(part for part in found if len(part) == 2) == [("a", [10], "float32"), ("b", [4, 5], "float32")]
+    waits, sent, spec = [], [], {"timeout_s": 5.0, "messages": found}
+    work = SimpleNamespace(wait=waits.append)
+    group = SimpleNamespace(broadcast=lambda x, root: sent.append(x.clone()) or work)
+    meant = {k: (x.shape, x.dtype) for k, x in tensors.items()}
+    for given in (tensors, None):
+        arrived = dict(trainer.stream(group, CPU, spec, given))
+        assert {k: (x.shape, x.dtype) for k, x in arrived.items()} == meant
+        assert sorted(map(len, sent)) == [6, 8, 8, 40, 120] and waits == [timedelta(seconds=5)] * 5
+        assert given is None or all(torch.equal(arrived[k], x) for k, x in given.items())
         waits.clear(), sent.clear()
+
+
+def test_weights_lie_side_by_side(make_cfg, models):
+    """In the order of the model, and without the rest of a piece that the next one does not fit in."""
+    cfg = make_cfg(*LORA, "trainer.dtype=bf16")
+    policy = trainer.build_policy(cfg)
+    for adapters in (False, True):
+        weights = dict(trainer.sampler_weights(policy.model, torch.bfloat16, adapters, CPU))
+        assert [[(name, [*w.shape], "bfloat16") for name, w in weights.items()]] == trainer.messages(weights)
+        assert all(
+            w.device.type == "meta" for _, w in trainer.sampler_weights(policy.model, torch.bfloat16, adapters, "meta")
+        )
+    model = torch.nn.ParameterDict({k: torch.empty(n << 20).bfloat16() for k, n in zip("abcde", (20, 20, 5, 40, 1))})
+    weights = dict(trainer.sampler_weights(model, torch.bfloat16, False, CPU))
+    found = sorted([name for name, *_ in part] for part in trainer.messages(weights))
+    assert found == [["a"], ["b", "c"], ["d"], ["e"]]
 
 
 def test_final_has_the_models_generation_config(make_cfg, models, tmp_path):

@@ -159,8 +159,10 @@ def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch)
     shake(policy)
     honest = trainer.stream
 
-    def corrupted(group, device, spec, tensors=None):
-        return honest(group, device, spec, tensors and mutate(tensors))
+    def corrupted(group, device, spec, tensors):
+        for name, w in [(name, w.clone()) for name, w in mutate(tensors).items()]:
+            tensors[name].copy_(w)
+        return honest(group, device, spec, tensors)
 
     monkeypatch.setattr(trainer, "stream", corrupted)
     with pytest.raises(RunError, match="canary after sync of version 1"):
@@ -183,7 +185,7 @@ def test_a_skipped_sync_is_caught(connect, monkeypatch):
     """The weights of version 1 never leave: the canary of version 2's declaration finds version 0's weights."""
     cfg, policy, sender = connect("fp32")
     trainer.publish(sender, policy, 0, cfg)
-    stale = {k: v.clone() for k, v in trainer.sampler_weights(policy.model, torch.float32, False)}
+    stale = {k: v.clone() for k, v in trainer.sampler_weights(policy.model, torch.float32, False, "cpu")}
     shake(policy)
     monkeypatch.setattr(trainer, "sampler_weights", lambda *_: stale.items())
     with pytest.raises(RunError, match="canary after sync of version 1"):

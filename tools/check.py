@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orchestrator
 import trainer
 from configs import RunError, arguments, beat, run_directory, run_role
+from configs.sleep import asleep
 from env import load_environment
 from tools.watch import judge, say, tell
 
@@ -63,19 +64,6 @@ def longest_batch(cfg, vocab):
     samples = [{"group": 0, "rollout": i, "reward": i % 2, "num_turns": 1} for i in range(num)]
     info = {"rollouts": num, "max_tokens": length}
     return trainer.Batch(columns, torch.full((num,), length), samples, info)
-
-
-@contextlib.contextmanager
-def asleep(sender, cfg):
-    """With inference.sleep the GPU's memory is the trainer's, as it is in a step of the run. Collective."""
-    if cfg.inference.sleep and sender:
-        sender.post_all("/sleep?level=1&mode=keep")
-    dist.barrier()
-    yield
-    torch.cuda.empty_cache()
-    dist.barrier()
-    if cfg.inference.sleep and sender:
-        sender.post_all("/wake_up")
 
 
 def check_memory(policy, cfg):
@@ -203,7 +191,7 @@ def main(argv):
         trainer.check_policy(policy, cfg)
     is_first = dist.get_rank() == 0
     sender = trainer.WeightSender(cfg, run_directory(cfg), policy.device) if is_first else None
-    with asleep(sender, cfg):
+    with asleep(sender if cfg.inference.sleep else None):  # as in a step of the run
         check_memory(policy, cfg)
     check_sync(sender, policy, cfg)
     if is_first:
