@@ -40,7 +40,7 @@ parameters = functools.cache(lambda function: inspect.signature(function).parame
 async def in_thread(function, /, *args, **given):
     """Calls it where slow code delays nobody, and awaits what it returns if that is a coroutine's."""
 
-    def work():  # in a generator StopIteration, which would hang a future, becomes RuntimeError (PEP 479)
+    def work():  # of a generator StopIteration, which hangs a future, is RuntimeError (PEP 479)
         yield function(*args, **given)
 
     value = await asyncio.to_thread(next, work())

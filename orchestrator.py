@@ -79,11 +79,11 @@ class Rollout:
 
     state: dict  # the environment's: prompt, completion, answer, ...
     samples: list[dict] = field(default_factory=list)  # columns: tokens, mask (1: sampled), old_logp, turn
-    versions: list[int] = field(default_factory=list)  # live at the start and at the end of each turn
+    versions: list[int] = field(default_factory=list)  # live at start and end of each turn
     num_turns: int = 0  # messages sampled
     num_tokens: int = 0  # sampled
     reward: float | None = None  # None: unscored
-    turn_rewards: list[float] | None = None  # where the rubric gives them, for credit by turn
+    turn_rewards: list[float] | None = None  # where the rubric gives them
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
     error: str = ""  # by which it was lost, and where
@@ -448,9 +448,9 @@ async def run(cfg):
     orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     configs.tell_launcher("[orchestrator] ready")
-    gc.freeze()  # or each collection walks all of transformers, two fifths of this process's time
+    gc.freeze()  # or collections, which walk all of transformers, take two fifths of the time
     # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code
     client, num_groups, lock = Client(cfg), o.batch_size // o.rollouts_per_example, asyncio.Lock()
     slots, batch = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example), []
     dealt = itertools.islice(deal({env.name: env.ratio for env in cfg.env}), start * num_groups, None)
@@ -465,7 +465,7 @@ async def run(cfg):
     async def produce(n, shares, previous, evaluations):
         work = [fill_with(orders[k], num, n, functools.partial(job, k, n), cfg) for k, num in shares.items()]
         groups = sum(await asyncio.gather(*work), []) + extra_groups(n)
-        await asyncio.gather(*previous)  # batches are committed in order
+        await asyncio.gather(*previous)  # commits are in order
         if evaluations:  # without batch n there is no version after n
             await client.until(n)
             await asyncio.wait(evaluations, timeout=e.hold_s)

@@ -159,10 +159,10 @@ def build_policy(cfg):
         torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code
     is_plain = t.replicas == 1 and not t.offload_optimizer
     if world == 1 and t.dtype == "fp32" and is_plain:
-        policy.to(policy.device)  # nothing to shard, nothing to cast
+        policy.to(policy.device)  # nothing to shard or cast
     else:
         how = {"mesh": dist.init_device_mesh(kind, (world,))} if is_plain else named("sharding:placement", {})(kind, t)
-        for module in (*blocks, policy):  # the root's own inputs hold temperatures: not to be rounded
+        for module in (*blocks, policy):  # the root's inputs hold temperatures: not to be rounded
             if not t.use_lora:
                 module.float()  # the masters
             mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
@@ -208,7 +208,7 @@ def load_batch(path, cfg=None, step=None):
         lens = columns.pop("lens").long()
     except Exception as e:  # of safetensors, JSON, or the file system
         raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
-    info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | info  # where it does not say them
+    info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | info
     if cfg:
         refuse_other(info["run"], cfg, path)
         require(info["step"] == step, 4, f"{path} holds batch {info['step']}")
@@ -314,7 +314,7 @@ def compute_loss(micro, logp_N, entropy_N, cfg):
         clipped_N = r_N.clamp(1 - (cfg.epsilon or low), 1 + (cfg.epsilon_high or high)) * adv_N
         is_clipped_N = clipped_N < r_N * adv_N
         loss_N = -torch.minimum(r_N.clamp(max=cfg.delta or math.inf) * adv_N, clipped_N)
-    if cfg.loss == "dr_grpo":  # over a constant, not over the tokens there are: no bias by length
+    if cfg.loss == "dr_grpo":  # over a constant, not the tokens there are: no bias by length
         loss_N = loss_N * (micro["tokens"] / (micro["rollouts"] * micro["max_tokens"]))
     return loss_N, {"policy/clip_frac": is_clipped_N}
 
@@ -412,21 +412,21 @@ SAID = 4  # tokens that the policy says after each; every one is a step of the e
 
 
 def sampler_weights(model, dtype, adapters, device):
-    """Yields (the module's name, full tensor), as a sampler wants them: copies, side by side in pieces of 2^25 values,
-    for few messages. Collective: every rank exhausts it, those that send nothing on "meta". LoRA is merged in fp32;
-    with `adapters` only A and B go. Buffers keep their dtype: a router's bias in 16 bits would be another router."""
+    """Yields (the module's name, full tensor), as a sampler wants them; small ones side by side, for few messages.
+    Collective: every rank exhausts it, those that send nothing with device = "meta". LoRA is merged in fp32; with
+    `adapters` only A and B go. Buffers keep their dtype: a router's bias in 16 bits would be another router."""
     room, kept = torch.empty(0), {} if adapters else model.state_dict()
     for name, p in model.named_parameters():  # tied weights go once
         place, _, key = name.rpartition(".")
         module, is_lora = model.get_submodule(place), key.startswith("lora_")
         if is_lora == adapters:
-            w = full(p.detach().to(dtype if dist.get_world_size() > 1 else p.dtype))
+            w = full(p.detach().to(p.dtype if p.is_cpu and dist.get_world_size() == 1 else dtype))
             if isinstance(module, LoRALinear) and key == "weight":
                 w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
-            if len(room) < w.numel():
-                room = torch.empty(max(1 << 25, w.numel()), dtype=dtype, device=device)
-            copy, room = room[: w.numel()].view(w.shape), room[w.numel() :]
-            yield f"{name}.weight" if is_lora else name, copy.copy_(w)
+            if (num := w.numel()) <= 1 << 22:
+                room = room if num <= len(room) else torch.empty(1 << 25, dtype=dtype, device=device)
+                w, room = room[:num].view(w.shape).copy_(w), room[num:]
+            yield f"{name}.weight" if is_lora else name, w.to(device, dtype)
     yield from ((name, b.to(device)) for name, b in model.named_buffers() if name in kept)
 
 
@@ -438,15 +438,15 @@ def make_group(store, rank, spec):
 
 
 def messages(tensors):
-    """{name: tensor} -> [[(name, shape, dtype), ...], ...], dtypes without "torch.". What lies side by side in memory
-    is one message: each has a price of its own (0.3 ms over gloo), and there may be 18,000 matrices of experts."""
-    found, end = [], 0
+    """{name: tensor} -> [[(name, shape, dtype), ...], ...], dtypes without "torch.". Neighbors in memory are a message:
+    each costs 0.3 ms over gloo, and there may be 18,000. By layer, of which vLLM keeps what it has until it has all."""
+    found, end, place = [], None, {name: i for i, name in enumerate(tensors)}
     for name, w in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         if w.data_ptr() != end or w.storage_offset() == 0:
             found.append([])
         found[-1].append((name, [*w.shape], str(w.dtype)[6:]))
         end = w.data_ptr() + w.nbytes
-    return found
+    return sorted(found, key=lambda part: place[part[0][0]])
 
 
 def stream(group, device, spec, tensors=None):
@@ -475,7 +475,7 @@ class WeightSender:
         # 2. A group of rank 0 and all workers, which join it as they are asked to.
         backend = {"auto": "nccl" if device.type == "cuda" else "gloo"}.get(t.sync_backend, t.sync_backend)
         self.device, limit = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
-        listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own would listen on every address
+        listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own listens on every address
         host, port = listener.getsockname()
         self.store = dist.TCPStore(host, port, None, True, limit, False, False, listener.detach())
         workers = math.prod(cfg.inference.args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
@@ -523,7 +523,7 @@ class WeightSender:
         about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
         spec = {"adapter": about, "messages": messages(tensors)}
         if not about:
-            self.post_all("/pause?mode=keep&clear_cache=false")  # else it forgets, and reads again, what they have said
+            self.post_all("/pause?mode=keep&clear_cache=false")  # else it reads again what they have said
         sent = self.pool.submit(list, stream(self.group, self.device, self.spec | spec, tensors))
         self.finish(what, [sent, *self.rpc("receive_weights", [spec] * len(self.urls))])
         if not about:
@@ -664,7 +664,7 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
     path, tensors = run_dir / "checkpoints" / f"step_{step:06d}", state_of(policy, optimizer)
     tmp = path.with_suffix(".tmp")
     refuse_non_finite(tensors, path)
-    shutil.rmtree(tmp, ignore_errors=True)  # by whichever rank comes first
+    shutil.rmtree(tmp, ignore_errors=True)  # whichever rank is first
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
     if dist.get_rank() == 0:

@@ -1120,13 +1120,15 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
 
 
 def test_what_lies_side_by_side_is_one_message():
-    room, memory = torch.arange(50.0), bytearray(16)
-    tensors = {"gap": room[40:50], "b": room[10:30].view(4, 5), "other": torch.ones(3).half(), "a": room[:10]}
+    room, memory = torch.arange(70.0), bytearray(16)
+    tensors = {"empty": room[:0], "a": room[:10], "b": room[10:30].view(4, 5), "other": torch.ones(3).half()}
+    tensors |= {"gap": room[40:50], "alone": room[60:], "before": room[30:40]}  # in memory, of "gap"
     # a storage that begins where another ends
     tensors |= {f"at {at}": torch.frombuffer(memory, dtype=torch.float32, count=2, offset=at) for at in (0, 8)}
     found = trainer.messages(tensors)
-    assert sorted([name for name, *_ in part] for part in found) == [["a", "b"], ["at 0"], ["at 8"], ["gap"], ["other"]]
-    assert next(part for part in found if len(part) == 2) == [("a", [10], "float32"), ("b", [4, 5], "float32")]
+    names = [[name for name, *_ in part] for part in found]
+    assert names == [["empty"], ["a", "b", "before", "gap"], ["other"], ["alone"], ["at 0"], ["at 8"]]
+    assert found[1][1:3] == [("b", [4, 5], "float32"), ("before", [10], "float32")]
     waits, sent, spec = [], [], {"timeout_s": 5.0, "messages": found}
     work = SimpleNamespace(wait=waits.append)
     group = SimpleNamespace(broadcast=lambda x, root: sent.append(x.clone()) or work)
@@ -1134,7 +1136,7 @@ def test_what_lies_side_by_side_is_one_message():
     for given in (tensors, None):
         arrived = dict(trainer.stream(group, CPU, spec, given))
         assert {k: (x.shape, x.dtype) for k, x in arrived.items()} == meant
-        assert sorted(map(len, sent)) == [6, 8, 8, 40, 120] and waits == [timedelta(seconds=5)] * 5
+        assert [len(x) for x in sent] == [0, 200, 6, 40, 8, 8] and waits == [timedelta(seconds=5)] * 6
         assert given is None or all(torch.equal(arrived[k], x) for k, x in given.items())
         waits.clear(), sent.clear()
 
@@ -1149,10 +1151,12 @@ def test_weights_lie_side_by_side(make_cfg, models):
         assert all(
             w.device.type == "meta" for _, w in trainer.sampler_weights(policy.model, torch.bfloat16, adapters, "meta")
         )
-    model = torch.nn.ParameterDict({k: torch.empty(n << 20).bfloat16() for k, n in zip("abcde", (20, 20, 5, 40, 1))})
+    sizes = dict(zip("abcdefghijkl", [4] * 8 + [3, 5, 1, 4]))  # the eight fill a piece; 5 is no small one
+    model = torch.nn.ParameterDict({name: torch.empty(size << 20).bfloat16() for name, size in sizes.items()})
     weights = dict(trainer.sampler_weights(model, torch.bfloat16, False, CPU))
-    found = sorted([name for name, *_ in part] for part in trainer.messages(weights))
-    assert found == [["a"], ["b", "c"], ["d"], ["e"]]
+    found = ["".join(name for name, *_ in part) for part in trainer.messages(weights)]
+    assert found == ["abcdefgh", "ikl", "j"]
+    assert weights["l"].data_ptr() - weights["i"].data_ptr() == 4 << 21  # the rest of its piece was not left
 
 
 def test_final_has_the_models_generation_config(make_cfg, models, tmp_path):
