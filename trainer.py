@@ -61,7 +61,7 @@ class LoRALinear(nn.Linear):
 
 def add_lora(model, t):
     """Freezes the model; each linear layer whose name ends in a target gets fp32 factors A [r, in] and B [out, r]."""
-    tied = model.get_input_embeddings().weight  # a head that shares it could not be merged
+    tied = model.get_input_embeddings().weight  # a head that shares it cannot be merged
     fits = lambda m: isinstance(m, nn.Linear) and m.weight.requires_grad and m.weight is not tied
     linear = {f".{name}": m for name, m in model.named_modules() if fits(m)}
     names = sorted({name.split(".")[-1] for name in linear})
@@ -365,7 +365,7 @@ def train_step(policy, optimizer, batch, step, cfg):
     share = schedule(step, t, cfg.run.max_steps)
     for group in optimizer.param_groups:
         group["lr"] = share * group.setdefault("initial_lr", group["lr"])
-    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps small gradients out of fp16's subnormals
+    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps gradients out of fp16's subnormals
     logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
     # 1. Rectangles, and what must be known before the first update. Dropout is a function of seed, step and rank.
     torch.manual_seed((cfg.run.seed << 32) + step * dist.get_world_size() + dist.get_rank())
@@ -422,7 +422,7 @@ def sampler_weights(model, dtype, adapters, device):
         if is_lora == adapters:
             w = full(p.detach().to(p.dtype if p.is_cpu and dist.get_world_size() == 1 else dtype))
             if isinstance(module, LoRALinear) and key == "weight":
-                w = w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())
+                w = (w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())).to(dtype)
             if (num := w.numel()) <= 1 << 22:
                 room = room if num <= len(room) else torch.empty(1 << 25, dtype=dtype, device=device)
                 w, room = room[:num].view(w.shape).copy_(w), room[num:]
@@ -482,7 +482,7 @@ class WeightSender:
         self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s}
         self.spec["size"] = 1 + workers * len(self.urls)
         joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
-        self.group, *_ = self.finish("group", [self.pool.submit(make_group, self.store, 0, self.spec), *joining])
+        self.group, *_ = self.finish("weight group", [self.pool.submit(make_group, self.store, 0, self.spec), *joining])
 
     def wait_ready(self, url):
         """Until the server answers -> the name under which it serves."""
@@ -686,7 +686,7 @@ def load_checkpoint(path, policy, optimizer, cfg):
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved, like = reader.read_metadata().state_dict_metadata, {"device": policy.device}
     if any(name.startswith("optimizer/") for name in saved):  # not where every step was skipped
-        get_optimizer_state_dict(policy, optimizer)  # called for its step at a rate of 0: makes what to load into
+        get_optimizer_state_dict(policy, optimizer)  # called for its step at rate 0: makes what to load into
     # A recipe may make its tensors later than this, or be new in this run; what never has a gradient has no state.
     for name in [name for name in saved if name.startswith("extra/") and name[6:] not in policy.extra]:
         policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
@@ -721,7 +721,7 @@ def write_final(run_dir, policy, cfg):
         policy.model.config.dtype = DTYPES[t.dtype]  # the file's, which save_pretrained does not see
         policy.model.config.save_pretrained(final)
         source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
-        for file in source.glob("*_config.json"):  # of generation; by which a composite model reads images
+        for file in source.glob("*_config.json"):  # of generation, or of a composite model's images
             shutil.copy(file, final)
     template = {"chat_template": Path(cfg.run.chat_template).read_text()} if cfg.run.chat_template else {}
     transformers.AutoTokenizer.from_pretrained(cfg.run.model, **template).save_pretrained(final)
