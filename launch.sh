@@ -58,6 +58,7 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
 done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3)) own=''
+[ -f configs/serve.py ] && serve=configs.serve || serve=vllm.entrypoints.openai.api_server
 export TRITON_F32_DEFAULT=ieee OMP_WAIT_POLICY=passive THP_MEM_ALLOC_ENABLE=1 # no TF32, no idle spinning, huge pages
 export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} ROLEMODEL_POLICY_URL=${URLS[0]-}/v1
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
@@ -82,7 +83,7 @@ export ROLEMODEL_OVERRIDES="inference.urls = [$(printf '"%s",' "${URLS[@]}")]"$'
 [ -z "${NNODES:-}" ] || nodes=(--nnodes "$NNODES" --node-rank 0 --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}")
 
 # --- how a role starts, and how all of them end -----------------------------------------------------------------------
-declare -A PID # role: pid; inference/pid: pid of a vLLM engine, which may outlive its server
+declare -A PID BEGAN # role: pid; inference/pid: of a vLLM engine, which may outlive its server. pid: when it began
 exec 3>&2 6<"$TMP" 8<> <(:) # 3: for the last line; 6: a short TMPDIR for vLLM's sockets; 8: what a role has to say
 export ROLEMODEL_LAUNCHER=$$ ROLEMODEL_PIPE=/proc/$$/fd/8 ROLEMODEL_PROGRESS=$TMP/progress VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
@@ -90,13 +91,14 @@ export VLLM_ENGINE_READY_TIMEOUT_S=${inference_startup_timeout%.*} VLLM_ALLOW_RU
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor_$(id -un)}; ulimit -c 0 -n "$(ulimit -Hn)"
 start() { # role, command ...: in a session of its own; the kernel kills it when this script dies
     echo "=== $(date -Is) ${*:2}" | sed -E 's/((key|token|secret|password)\W+)[^]",}]+/\1REDACTED/gI' >>"$LOGS/$1.log"
-    setsid setpriv --pdeathsig KILL -- "${@:2}" >>"$LOGS/$1.log" 2>&1 3>&- 6<&- 8>&- 9>&- & PID[$1]=$!
+    setsid setpriv --pdeathsig KILL -- "${@:2}" >>"$LOGS/$1.log" 2>&1 3>&- 6<&- 8>&- 9>&- & PID[$1]=$!; is_alive $!
 }
-is_alive() { local stat; read -r stat <"/proc/$1/stat" && [[ $stat = *") "[!ZX]* ]]; } 2>/dev/null # and no zombie
+is_alive() { # no zombie, nor another process that was given its number
+    local s; read -r s <"/proc/$1/stat" && set -- "$1" ${s##*) } && [[ $2 = [!ZX] && ${BEGAN[$1]:=${21}} = "${21}" ]]
+} 2>/dev/null
 family() { # pid ...: those and all that descend from them, parents first; ranks and engines have sessions of their own
-    local pid of="$*"
-    for pid; do ! is_alive "$pid" || echo "$pid"; done
-    [ -z "$of" ] || family $(sed -nE "s/^([0-9]+) \(.*\) . (${of// /|}) .*/\1/p" /proc/[0-9]*/stat 2>/dev/null)
+    local pid of=''; for pid; do ! is_alive "$pid" || { echo "$pid"; of+="|$pid"; }; done
+    [ -z "$of" ] || family $(sed -nE "s/^([0-9]+) \(.*\) . (${of:1}) .*/\1/p" /proc/[0-9]*/stat 2>/dev/null)
 }
 finish() { # code, last line
     exec 2>/dev/null; code=$1 last=$2
@@ -104,12 +106,10 @@ finish() { # code, last line
     if [ "$code" = 3 ]; then # all stacks into the logs
         kill -STOP $(family "${PID[@]}") # nobody is to react to another's end
         for pid in $(family "${PID[@]}" | tac); do # children first: the kernel kills them when their parent is aborted
-            kill -ABRT "$pid"; kill -CONT "$pid"
-            for _ in {1..60}; do is_alive "$pid" && sleep 0.02 || break; done
+            kill -ABRT "$pid"; kill -CONT "$pid"; for _ in {1..60}; do is_alive "$pid" && sleep 0.02 || break; done
         done
     fi
-    kill -TERM $(family "${PID[@]}")
-    for _ in {1..50}; do [ -n "$(family "${PID[@]}")" ] && sleep 0.1 || break; done
+    kill -TERM $(family "${PID[@]}"); for _ in {1..50}; do [ -n "$(family "${PID[@]}")" ] && sleep 0.1 || break; done
     for _ in 1 2 3; do kill -KILL $(family "${PID[@]}"); sleep 0.1; done
     kill "${CONSOLE:-}"; wait; clear_up; [ "$code" = 0 ] || exec >&3; echo "$last"; exit "$code"
 }
@@ -136,7 +136,7 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
     [ ! -d "$run_model" ] || offline=(HF_HUB_OFFLINE=1) # not for the orchestrator, whose rows may be there
     for ((i = 0; i < SERVERS; i++)); do
         start "inference${i#0}" env CUDA_VISIBLE_DEVICES="$(slice $((i * TP)) "$TP")" "${vars[@]}" "${offline[@]}" \
-            ${SERVER:-"$PY" -m vllm.entrypoints.openai.api_server} "${flags[@]}" --port "${URLS[i]##*:}"
+            ${SERVER:-"$PY" -m $serve} "${flags[@]}" --port "${URLS[i]##*:}"
     done
     local n=$trainer_gpus; [ -n "$(find -L "$run_model" -size +32M 2>/dev/null)" ] || n=$((2 * n)) # small: less to do
     start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" OMP_NUM_THREADS="$(share "$n")" \

@@ -248,7 +248,7 @@ def beat():
 
 if launcher := os.environ.get("ROLEMODEL_LAUNCHER"):
     # The kernel is to end this process when its parent dies, be it launch.sh, torchrun or vLLM's server. It is asked
-    # here, since vLLM's workers import trainer.py, too; by then, seconds after the start, launch.sh may be gone.
+    # here, since whatever they start imports this, too (serve.py); by then launch.sh may be gone.
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     os.kill(int(launcher), 0)  # raises where it is gone
 

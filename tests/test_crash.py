@@ -121,7 +121,7 @@ class Run:
             return f"rank{rank[1]}" if rank else ""
         if "orchestrator.py" in words:
             return "orchestrator"
-        is_server = any(word.endswith(("fake_vllm.py", "api_server")) for word in words)
+        is_server = any(word.endswith(("fake_vllm.py", "configs.serve")) for word in words)
         return "server" if is_server and "--port" in words else ""
 
     def kill(self, role, signal_number=signal.SIGKILL):
@@ -698,6 +698,46 @@ def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     again.end(0, 300)
     again.assert_clean()
     assert_history(again.dir, STEPS)
+
+
+def take_number(pid):
+    """Starts a process that has this number, which was another's until now."""
+    for _ in range(200):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        process = subprocess.Popen(["sleep", "600"])
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    raise AssertionError(f"{pid} is taken")
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="chooses a process's number")
+def test_another_process_with_a_roles_number_is_left_alone(models, tmp_path):
+    """Numbers come around, soon where there are 32,768. Here the orchestrator's does while the others end."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=4000")
+    run.wait_for(lambda: (run.dir / "version").exists())
+    pid = run.kill("orchestrator")
+    run.wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    stranger = take_number(pid)
+    try:
+        assert "killed by SIGKILL (role=orchestrator" in run.end(3)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("role", ["launch.sh", "server"])
+def test_an_engine_that_still_imports_vllm_ends_with_its_server(role, models, tmp_path):
+    """It would else wait for a word from the server, for five minutes, before it imports the receiver of weights."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES, real=True)
+    run.wait_for(lambda: any("spawn_main" in name for name in run.processes()), 180)
+    run.kill(role)
+    last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
+    assert role == "launch.sh" or "killed by SIGKILL (role=inference pid=" in last, last
+    run.assert_clean()
 
 
 def resources(processes):
