@@ -85,7 +85,7 @@ export ROLEMODEL_OVERRIDES="inference.urls = [$(printf '"%s",' "${URLS[@]}")]"$'
 # --- how a role starts, and how all of them end -----------------------------------------------------------------------
 declare -A PID BEGAN # role: pid; inference/pid: of a vLLM engine, which may outlive its server. pid: when it began
 exec 3>&2 6<"$TMP" 8<> <(:) # 3: for the last line; 6: a short TMPDIR for vLLM's sockets; 8: what a role has to say
-export ROLEMODEL_LAUNCHER=$$ ROLEMODEL_PIPE=/proc/$$/fd/8 ROLEMODEL_PROGRESS=$TMP/progress VLLM_SERVER_DEV_MODE=1
+export ROLEMODEL_PIPE=/proc/$$/fd/8 ROLEMODEL_PROGRESS=$TMP/progress VLLM_SERVER_DEV_MODE=1
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 export VLLM_ENGINE_READY_TIMEOUT_S=${inference_startup_timeout%.*} VLLM_ALLOW_RUNTIME_LORA_UPDATING=True DO_NOT_TRACK=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor_$(id -un)}; ulimit -c 0 -n "$(ulimit -Hn)"
@@ -141,7 +141,8 @@ start_others() { # the servers (inference, inference1, ...), the trainer, and wh
     local n=$trainer_gpus; [ -n "$(find -L "$run_model" -size +32M 2>/dev/null)" ] || n=$((2 * n)) # small: less to do
     start trainer env CUDA_VISIBLE_DEVICES="$(slice "$first" "$trainer_gpus")" OMP_NUM_THREADS="$(share "$n")" \
         PYTORCH_ALLOC_CONF=expandable_segments:True "${offline[@]}" "${gate[@]}" "$PY" -m torch.distributed.run \
-        --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" "${CHECK:-trainer.py}" "${GIVEN[@]}"
+        --log-dir "$TMP" --nproc-per-node "$trainer_gpus" "${nodes[@]}" --no-python setpriv --pdeathsig KILL \
+        "$PY" "${CHECK:-trainer.py}" "${GIVEN[@]}" # setpriv: a rank imports torch before it could ask itself
     [ ! -f tools/watch.py ] || [ -n "$CHECK" ] || start watch "$PY" tools/watch.py "$run_dir"
 }
 if [ -n "$run_prepare" ] && [ ! -d "$run_model" ] && [[ " $* " != *" model="* ]]; then # it makes the TOML's, no other
@@ -156,8 +157,7 @@ tail --pid=$$ -q -n 0 -F "$LOGS"/{trainer,orchestrator,watch}.log 2>/dev/null 3>
 
 # --- watch: any end before the run is done is a failure, whatever the exit code; so is a stand-still ------------------
 while sleep 0.5; [ -n "${PID[orchestrator]:-}${PID[trainer]:-}" ]; do
-    [ -n "$said" ] || hear
-    if [ "$said" = "[orchestrator] ready" ]; then start_others; said=''; fi
+    [ -n "$said" ] || hear; if [ "$said" = "[orchestrator] ready" ]; then start_others; said=''; fi
     for name in $(printf '%s\n' "${!PID[@]}" | sort); do # inference first: others fail for want of it
         if [ "$name" = watch ] || is_alive "${PID[$name]}"; then continue; fi
         [[ $name != */* ]] || dead "$name" 1 "its engine, process ${PID[$name]}, died; the end of its log may say how"

@@ -246,11 +246,11 @@ def beat():
         Path(folder, str(os.getpid())).touch()  # a file written anew takes milliseconds, for each of many rollouts
 
 
-if launcher := os.environ.get("ROLEMODEL_LAUNCHER"):
+if pipe_of_launcher := os.environ.get("ROLEMODEL_PIPE"):
     # The kernel is to end this process when its parent dies, be it launch.sh, torchrun or vLLM's server. It is asked
     # here, since whatever they start imports this, too (serve.py); by then launch.sh may be gone.
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    os.kill(int(launcher), 0)  # raises where it is gone
+    os.stat(pipe_of_launcher)  # raises where it is gone, or a zombie, which a signal would still reach
 
 
 def for_launch(argv):

@@ -700,6 +700,18 @@ def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     assert_history(again.dir, STEPS)
 
 
+@pytest.mark.parametrize("role", ["launch.sh", "agent"])
+def test_a_rank_that_still_imports_torch_ends_with_its_parents(role, models, tmp_path):
+    """launch.sh stays a zombie, which a signal still reaches: whoever started it does not ask for its status."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES)
+    run.wait_for(lambda: "rank1" in run.processes())
+    os.kill(run.processes()[role], signal.SIGKILL)
+    time.sleep(8)
+    assert role == "agent" or not {"agent", "rank0", "rank1"} & set(run.processes())
+    run.end(-signal.SIGKILL if role == "launch.sh" else 3)
+    run.assert_clean()
+
+
 def take_number(pid):
     """Starts a process that has this number, which was another's until now."""
     for _ in range(200):
