@@ -299,6 +299,46 @@ def test_kill_matrix(cell, models, undisturbed, tmp_path):
     assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
+@pytest.mark.parametrize("role", ["launch.sh", "agent"])
+def test_a_rank_that_still_imports_torch_ends_with_its_parents(role, models, tmp_path):
+    """launch.sh stays a zombie, which a signal still reaches: whoever started it does not ask for its status."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES)
+    run.wait_for(lambda: "rank1" in run.processes())
+    os.kill(run.processes()[role], signal.SIGKILL)
+    time.sleep(8)
+    assert role == "agent" or not {"agent", "rank0", "rank1"} & set(run.processes())
+    run.end(-signal.SIGKILL if role == "launch.sh" else 3)
+    run.assert_clean()
+
+
+def take_number(pid):
+    """Starts a process that has this number, which was another's until now."""
+    for _ in range(200):
+        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+        process = subprocess.Popen(["sleep", "600"])
+        if process.pid == pid:
+            return process
+        process.kill()
+        process.wait()
+    raise AssertionError(f"{pid} is taken")
+
+
+@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="chooses a process's number")
+def test_another_process_with_a_roles_number_is_left_alone(models, tmp_path):
+    """Numbers come around, soon where there are 32,768. Here the orchestrator's does while the others end."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=4000")
+    run.wait_for(lambda: (run.dir / "version").exists())
+    pid = run.kill("orchestrator")
+    run.wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    stranger = take_number(pid)
+    try:
+        assert "killed by SIGKILL (role=orchestrator" in run.end(3)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
 POINTS = ("ckpt_write@0,2", "ckpt_write@1,2", "ckpt_before_rename@0,2", "ckpt_after_rename@0,2")
 
 
@@ -700,46 +740,6 @@ def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     assert_history(again.dir, STEPS)
 
 
-@pytest.mark.parametrize("role", ["launch.sh", "agent"])
-def test_a_rank_that_still_imports_torch_ends_with_its_parents(role, models, tmp_path):
-    """launch.sh stays a zombie, which a signal still reaches: whoever started it does not ask for its status."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES)
-    run.wait_for(lambda: "rank1" in run.processes())
-    os.kill(run.processes()[role], signal.SIGKILL)
-    time.sleep(8)
-    assert role == "agent" or not {"agent", "rank0", "rank1"} & set(run.processes())
-    run.end(-signal.SIGKILL if role == "launch.sh" else 3)
-    run.assert_clean()
-
-
-def take_number(pid):
-    """Starts a process that has this number, which was another's until now."""
-    for _ in range(200):
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-        process = subprocess.Popen(["sleep", "600"])
-        if process.pid == pid:
-            return process
-        process.kill()
-        process.wait()
-    raise AssertionError(f"{pid} is taken")
-
-
-@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="chooses a process's number")
-def test_another_process_with_a_roles_number_is_left_alone(models, tmp_path):
-    """Numbers come around, soon where there are 32,768. Here the orchestrator's does while the others end."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=4000")
-    run.wait_for(lambda: (run.dir / "version").exists())
-    pid = run.kill("orchestrator")
-    run.wait_for(lambda: not Path(f"/proc/{pid}").exists())
-    stranger = take_number(pid)
-    try:
-        assert "killed by SIGKILL (role=orchestrator" in run.end(3)
-        assert stranger.poll() is None
-    finally:
-        stranger.kill()
-        stranger.wait()
-
-
 @pytest.mark.real
 @pytest.mark.parametrize("role", ["launch.sh", "server"])
 def test_an_engine_that_still_imports_vllm_ends_with_its_server(role, models, tmp_path):
@@ -749,6 +749,20 @@ def test_an_engine_that_still_imports_vllm_ends_with_its_server(role, models, tm
     run.kill(role)
     last = run.end(-signal.SIGKILL if role == "launch.sh" else 3)
     assert role == "launch.sh" or "killed by SIGKILL (role=inference pid=" in last, last
+    run.assert_clean()
+
+
+@pytest.mark.long
+@pytest.mark.real
+@pytest.mark.parametrize("role", ["launch.sh", "server", "engine"])
+def test_nothing_is_left_with_tensor_parallelism(role, models, tmp_path):
+    """The engine has workers of its own then, and never imports the receiver of weights."""
+    two = ("inference.gpus=2", "inference.args.tensor_parallel_size=2", "max_steps=4000")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *two, real=True, VLLM_CPU_OMP_THREADS_BIND="nobind")
+    run.wait_for(lambda: (run.dir / "version").exists(), 240)
+    assert sum("VLLM::Worker" in name for name in run.processes()) == 2
+    run.kill(role)
+    run.end(-signal.SIGKILL if role == "launch.sh" else 3)
     run.assert_clean()
 
 
