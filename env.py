@@ -193,7 +193,8 @@ class MultiTurnEnv(SingleTurnEnv):
             state["completion"].append(await generate(state["prompt"] + state["completion"], state["tools"]))
             state["turn"] += 1
             have = {"messages": state["prompt"] + state["completion"], "state": state}
-            if state["turn"] >= self.max_turns or await call(self.is_completed, **have):
+            # Asked after every message, also after the last one: it may record how the rollout ended.
+            if await call(self.is_completed, **have) or state["turn"] >= self.max_turns:
                 return
             reply = await call(self.env_response, **have)
             reply, new = reply if isinstance(reply, tuple) else (reply, {})

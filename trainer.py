@@ -138,6 +138,13 @@ def load_model(cfg):
     return model
 
 
+def compiled(forward):
+    """The compiled forward of a block. FSDP2 hands the block views of its inputs in the first pass and none when it is
+    recomputed. Dynamo would compile two graphs, which save different tensors, so here it sees views both times."""
+    run = torch.compile(forward, dynamic=True)
+    return lambda hidden_BWD, *args, **kwargs: run(hidden_BWD.view_as(hidden_BWD), *args, **kwargs)
+
+
 def build_policy(cfg):
     """Load, add LoRA, shard with FSDP2: a group per block, one for the rest. FSDP2 also casts fp32 masters down."""
     from torch.distributed import fsdp
@@ -152,7 +159,7 @@ def build_policy(cfg):
         model.disable_input_require_grads()  # only reentrant ones need it; the first block would be another graph
     blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
     for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = compiled(block.forward)
     policy = Policy(model, torch.device(kind), DTYPES.get(t.head_dtype))
     if t.compile:
         policy.head = torch.compile(policy.head, dynamic=True)

@@ -67,6 +67,22 @@ def test_multi_turn():
     assert state["turn"] == 5
 
 
+def test_is_completed_sees_the_last_message_too():
+    """It may record how the rollout ended, which a reward then reads; max_turns must not take that away."""
+
+    class Solve(MultiTurnEnv):
+        def is_completed(self, messages, state):
+            state["solved"] = messages[-1]["content"] == "4"
+            return state["solved"]
+
+        def env_response(self, messages, state):
+            return [{"role": "user", "content": "no"}]
+
+    env = Solve(ROWS, max_turns=2, rubric=Rubric([lambda solved: float(solved)]))
+    assert play(env, ROWS[0], "3", "4")[1] == 1.0
+    assert play(env, ROWS[0], "3", "5")[1] == 0.0
+
+
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", [1.0, float("inf")], [], 1e30])
 def test_what_is_no_number_is_no_reward(value):
     with pytest.raises(ValueError, match="no finite number"):

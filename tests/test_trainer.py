@@ -545,6 +545,20 @@ def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
 LORA = ("trainer.use_lora=true", UNCLIPPED)
 
 
+@pytest.mark.parametrize("more", [LORA, ()], ids=["lora", "full"])
+def test_blocks_that_are_compiled_sharded_and_recomputed(more, make_cfg, tmp_path, monkeypatch):
+    """FSDP2 hands a block views of its inputs in the first pass and none when it is recomputed. Dynamo must not compile
+    two graphs for them: they save different tensors, and torch.utils.checkpoint refuses that."""
+    how = ["trainer.dtype=bf16", "trainer.gradient_checkpointing=true", UNCLIPPED, *more]
+    batch = batch_of(tmp_path, make_samples(24))
+    plain = gradients(make_cfg("trainer.compile=false", *how), batch)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    compiled = gradients(make_cfg("trainer.compile=true", *how), batch)
+    same(plain[1], compiled[1], 2e-2)
+
+
+
 def test_lora_starts_as_the_base_and_merges_exactly(make_cfg, tmp_path):
     micro = trainer.collate(batch_of(tmp_path, make_samples()), list(range(12)), CPU)
     base, policy = trainer.build_policy(make_cfg()), trainer.build_policy(make_cfg(*LORA))
