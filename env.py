@@ -7,7 +7,7 @@
         return SingleTurnEnv(dataset=rows, eval_dataset=rows[:1], rubric=Rubric([correct]))
 
 A rollout is a dict, the state: prompt, completion (messages), answer, info, task, tools, turn, step, and what you add.
-What tasks import: configs/tool_env.py (ToolEnv: the policy calls functions), parsers.py, judge.py, sandbox.py.
+What tasks import: configs/environments/tools.py (ToolEnv: the policy calls functions), parsers.py, judge.py, sandbox.py.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def pick(function, have):
     wanted = parameters(function)
     needed = {name for name, p in wanted.items() if p.default is p.empty and "VAR" not in p.kind.name}
     if missing := sorted(needed - have.keys()):
-        raise DataError(f"{function.__name__}() wants {missing} (groups: configs/rubrics.py); given: {[*have]}")
+        raise DataError(f"{function.__name__}() wants {missing} (groups: configs/environments/rubrics.py); given: {[*have]}")
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     return {k: v for k, v in have.items() if takes_all or k in wanted}
 
@@ -111,7 +111,7 @@ def finite(func, value):
 class Rubric:
     """Reward = sum of weight x function, of `funcs` and of those in `rubrics`, whose own score is not called. A weight
     is a number (0 only logs) or a function of the step. Functions name what they want of the state, of `objects`, or
-    state, parser. What raises, or returns no finite number, loses its rollout, and is never 0. configs/rubrics.py:
+    state, parser. What raises, or returns no finite number, loses its rollout, and is never 0. configs/environments/rubrics.py:
     rewards of groups, and of turns."""
 
     def __init__(self, funcs=(), weights=None, parser=None, rubrics=(), **objects):
@@ -204,4 +204,4 @@ class MultiTurnEnv(SingleTurnEnv):
 def load_environment(id, args):
     """load_environment(**args) of the module ("org/my-env": my_env) beside the TOML, importable, or in configs/."""
     env = importlib.import_module(id.rsplit("/", 1)[-1].replace("-", "_")).load_environment(**args)
-    return env if isinstance(env, SingleTurnEnv) else importlib.import_module("configs.verifiers_env").wrap(env)
+    return env if isinstance(env, SingleTurnEnv) else importlib.import_module("configs.environments.verifiers_v0").wrap(env)

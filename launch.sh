@@ -58,7 +58,7 @@ for ((i = 0, port = inference_port; i < SERVERS; i++, port++)); do
 done
 for rank in 1 8 16 32 64 128 256 320 512; do [ $rank -lt "$trainer_lora_rank" ] || break; done # those that vLLM takes
 dtype=${trainer_dtype/fp/float} dtype=${dtype/bf/bfloat} loras=$((orchestrator_max_staleness + 3)) own=''
-[ -f configs/serve.py ] && serve=configs.serve || serve=vllm.entrypoints.openai.api_server
+[ -f configs/serving/server.py ] && serve=configs.serving.server || serve=vllm.entrypoints.openai.api_server
 export TRITON_F32_DEFAULT=ieee OMP_WAIT_POLICY=passive THP_MEM_ALLOC_ENABLE=1 # no TF32, no idle spinning, huge pages
 export ROLEMODEL_RUN_ID=${ROLEMODEL_RUN_ID:-${run_dir##*/}-$$-$RANDOM} ROLEMODEL_POLICY_URL=${URLS[0]-}/v1
 flags=(--model "$run_model" --dtype "$dtype" --max-model-len "$run_max_seq_len" --seed "$run_seed" --host 127.0.0.1
@@ -69,7 +69,7 @@ if [ "$GPUS" -eq 0 ]; then # no minute of g++; one process less, by its path, si
     flags+=(--enforce-eager) vars+=(TORCH_COMPILE_DISABLE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(share $((2*SERVERS)))})
     export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=4000000000 # freed memory is kept: the kernel's zeros cost a tenth
     [ "$TP" -gt 1 ] || flags+=(--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor)
-    [ ! -f configs/vllm_cpu.py ] || flags+=(--worker-extension-cls configs.vllm_cpu.WeightReceiver)
+    [ ! -f configs/serving/cpu_receiver.py ] || flags+=(--worker-extension-cls configs.serving.cpu_receiver.WeightReceiver)
 elif [ "$inference_gpus" -gt "$NUM" ] || [ "$trainer_gpus" -gt "$NUM" ]; then
     fail 2 "inference.gpus = $inference_gpus and trainer.gpus = $trainer_gpus, but there are $NUM GPUs"
 elif [ $((inference_gpus + trainer_gpus)) -gt "$NUM" ]; then # NCCL refuses two ranks on one device

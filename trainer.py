@@ -16,7 +16,7 @@ them back), and PPO's clip: the default loss, CISPO, caps the importance weight,
 
 Shapes: N loss tokens, B rows, W places in a row, T tokens of a batch, G rollouts of a group, D hidden, V vocabulary.
 logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); ref_logp: the KL reference
-(configs/reference.py).
+(configs/algorithms/reference.py).
 """
 
 import json
@@ -303,7 +303,7 @@ EPSILON = {"grpo": (0.2, 0.28), "dr_grpo": (0.2, 0.2)}  # DAPO 2503.14476; 2503.
 
 def compute_loss(micro, logp_N, entropy_N, cfg):
     """HACK HERE: loss per token and values to log -> (loss_N, {metric: value_N}); "module:function" in trainer.loss
-    names another one (configs/losses.py has some). micro holds every column at the loss tokens: adv_N, old_logp_N,
+    names another one (configs/algorithms/losses.py has some). micro holds every column at the loss tokens: adv_N, old_logp_N,
     reward_N, age_N, sample_N (the row), ..., mask_N (False on filler), and of the whole step, over all ranks, the
     numbers tokens, samples, rollouts and max_tokens. cfg is the [trainer] table.
 
@@ -328,7 +328,7 @@ def compute_loss(micro, logp_N, entropy_N, cfg):
 
 def add_columns(policy, micros, cfg):
     """HACK HERE: columns that need a pass, or all of a step's micro-batches, before the first update -> micros. The KL
-    reference of configs/reference.py is one."""
+    reference of configs/algorithms/reference.py is one."""
     return named("reference:add_columns", {})(policy, micros, cfg) if cfg.trainer.beta else micros
 
 
@@ -554,7 +554,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver (configs/vllm_cpu.py has one for CPUs)."""
+    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver (configs/serving/cpu_receiver.py has one for CPUs)."""
 
     def join_weight_group(self, spec):
         store = dist.TCPStore(spec["host"], spec["port"], None, False, timedelta(seconds=spec["timeout_s"]), False)

@@ -21,7 +21,7 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT /
 
 import httpx
 import pytest
-import tiny_model
+from configs.models import toy as tiny_model
 import torch
 
 import orchestrator

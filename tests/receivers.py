@@ -1,6 +1,6 @@
 """Receivers that fail on purpose, for tests/test_vllm.py."""
 
-from configs.vllm_cpu import WeightReceiver
+from configs.serving.cpu_receiver import WeightReceiver
 
 
 class StaleHead(WeightReceiver):

@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 import torch
 from conftest import RUN_TOML, all_batches, lines, orchestrate, some
-from tiny_model import as_template_sees
+from configs.models.toy import as_template_sees
 
 import orchestrator
 import trainer
 from configs import RunError, load_config
-from configs.rubrics import GroupRubric
-from configs.tool_env import ToolEnv
+from configs.environments.rubrics import GroupRubric
+from configs.environments.tools import ToolEnv
 from env import Truncated
 
 REWARDS = {

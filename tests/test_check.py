@@ -11,7 +11,7 @@ from conftest import ROOT, launch, write_run
 
 import trainer
 from configs import RunError, load_config, run_directory
-from configs.tool_env import ToolEnv
+from configs.environments.tools import ToolEnv
 from env import MultiTurnEnv, SingleTurnEnv
 from tools import check
 

@@ -8,7 +8,7 @@ import sys
 import time
 import tomllib
 
-import old_names
+from configs.compat import vf_rl as old_names
 import pytest
 from conftest import BASE, ROOT, launch
 

@@ -121,7 +121,7 @@ class Run:
             return f"rank{rank[1]}" if rank else ""
         if "orchestrator.py" in words:
             return "orchestrator"
-        is_server = any(word.endswith(("fake_vllm.py", "configs.serve")) for word in words)
+        is_server = any(word.endswith(("fake_vllm.py", "configs.serving.server")) for word in words)
         return "server" if is_server and "--port" in words else ""
 
     def kill(self, role, signal_number=signal.SIGKILL):

@@ -17,9 +17,9 @@ from scripted import play
 
 import orchestrator
 from configs import RunError, load_config
-from configs.rubrics import GroupRubric, TurnRubric
-from configs.scoring import score
-from configs.tool_env import ToolEnv
+from configs.environments.rubrics import GroupRubric, TurnRubric
+from configs.environments.scoring import score
+from configs.environments.tools import ToolEnv
 from env import (
     DataError,
     MultiTurnEnv,
@@ -162,7 +162,7 @@ def test_a_function_of_a_group_in_a_plain_rubric_is_told_where_it_belongs():
     def best(completions):
         return [1.0 for _ in completions]
 
-    wants = r"best\(\) wants \['completions'\] \(groups: configs/rubrics.py\)"
+    wants = r"best\(\) wants \['completions'\] \(groups: configs/environments/rubrics.py\)"
     for rubric in (Rubric([best]), Rubric(rubrics=[GroupRubric([best])])):
         with pytest.raises(DataError, match=wants):
             SingleTurnEnv(ROWS, rubric=rubric)
@@ -310,7 +310,7 @@ def test_a_tools_state_may_have_any_annotation_or_none():
 ])  # fmt: skip
 def test_what_a_tools_schema_needs_is_told_before_a_server_starts(doc, problem, make_cfg, tmp_path, monkeypatch):
     (tmp_path / "bare_tool.py").write_text(
-        "from configs.tool_env import ToolEnv\n\n\ndef load_environment():\n"
+        "from configs.environments.tools import ToolEnv\n\n\ndef load_environment():\n"
         f"    def tool(a: int{', b' if doc and 'b:' in doc else ''}):\n        {doc!r}\n"
         '    return ToolEnv([{"question": "q"}], [tool])\n'
     )
@@ -434,7 +434,7 @@ def test_shipped_environments_load_as_the_orchestrator_loads_them(tmp_path):
     code = ("import sys\nfrom pathlib import Path\nfrom configs import load_config\nfrom env import load_environment\n"
             "for path in sorted(Path('configs').glob('*.toml')):\n"
             "    sandboxed = ('defaults', 'math_python', 'qwen3_4b_8gpu')\n"
-            "    files = {'qwen3_0.6b_1gpu': 'configs/gsm8k_sample.jsonl', 'reverse_text_qwen3': sys.argv[1]}\n"
+            "    files = {'qwen3_0.6b_1gpu': 'configs/tasks/gsm8k_sample.jsonl', 'reverse_text_qwen3': sys.argv[1]}\n"
             "    more = [f'env.args.path={files[path.stem]}'] if path.stem in files else []\n"
             "    for e in load_config(path, more).env if path.stem not in sandboxed else ():\n"
             "        print(path.stem, len(load_environment(e.id, e.args).dataset))")  # fmt: skip
@@ -446,7 +446,7 @@ def test_shipped_environments_load_as_the_orchestrator_loads_them(tmp_path):
 
 
 def test_score_of_several_turns():
-    import alphabet_sort
+    from configs.tasks import alphabet_sort
 
     env = load_environment("alphabet_sort", {"num_train": 9})
     row = env.dataset[0]

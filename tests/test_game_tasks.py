@@ -9,21 +9,21 @@ from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import judge_style
+from configs.tasks import judge_style
 import openai
 import pytest
-import wordle
+from configs.tasks import wordle
 from aiohttp import web
 from scripted import play
 
-from configs.judge import Judge, JudgeReplyError, JudgeRubric
-from configs.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
+from configs.environments.judge import Judge, JudgeReplyError, JudgeRubric
+from configs.environments.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
 from env import Rubric, SingleTurnEnv, load_environment
 
 
 @pytest.fixture
 def rg():
-    import reasoning_gym_env
+    from configs.tasks import reasoning_gym as reasoning_gym_env
 
     return reasoning_gym_env
 

@@ -1,8 +1,8 @@
-"""configs/losses.py: values and gradients by hand, in float64."""
+"""configs/algorithms/losses.py: values and gradients by hand, in float64."""
 
 import math
 
-import losses
+from configs.algorithms import losses
 import numpy as np
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""configs/gsm8k.py, configs/math_python.py and the sandbox that runs its code."""
+"""configs/tasks/gsm8k.py, configs/tasks/math_python.py and the sandbox that runs its code."""
 
 import inspect
 import json
@@ -18,14 +18,14 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import gsm8k
-import math_python
+from configs.tasks import gsm8k
+from configs.tasks import math_python
 import pytest
 from conftest import ROOT
 from scripted import play
 
-from configs import sandbox
-from configs.sandbox import CannotContain, Sandbox
+from configs.environments import sandbox
+from configs.environments.sandbox import CannotContain, Sandbox
 from env import DataError
 
 # Name, then the code. What it prints must not have a line "LEAK".
@@ -289,7 +289,7 @@ def test_another_user_gets_the_same(box):
 def test_it_dies_with_its_caller(box):
     marker = uuid.uuid4().hex
     program = (
-        f"from configs.sandbox import Sandbox; Sandbox(timeout_s=60).run('#' + '{marker[:16]}' + '{marker[16:]}' + "
+        f"from configs.environments.sandbox import Sandbox; Sandbox(timeout_s=60).run('#' + '{marker[:16]}' + '{marker[16:]}' + "
     )
     caller = subprocess.Popen([sys.executable, "-c", program + "'\\nwhile 1: pass')"], cwd=ROOT, start_new_session=True)
     try:

@@ -355,7 +355,7 @@ def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch)
     transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(paths[0])
     monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
     kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
-    server = VLLM(paths[0], tmp_path / "log", dtype=kind, receiver="configs.vllm_cpu.WeightReceiver")
+    server = VLLM(paths[0], tmp_path / "log", dtype=kind, receiver="configs.serving.cpu_receiver.WeightReceiver")
     rows, honest, version = collections.defaultdict(list), trainer.stream, itertools.count()
     try:
         more = [f'inference.urls=["{server.wait().url}"]', "max_seq_len=256", f"trainer.dtype={dtype}"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines
-from orders import Picky
+from configs.algorithms.orders import Picky
 
 import orchestrator
 import trainer

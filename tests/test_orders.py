@@ -1,4 +1,4 @@
-"""configs/orders.py: curriculum, retirement, difficulty; and that a resumed run takes the same rows."""
+"""configs/algorithms/orders.py: curriculum, retirement, difficulty; and that a resumed run takes the same rows."""
 
 import json
 from collections import Counter
@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import all_batches, lines
-from orders import Curriculum, Difficulty, put_back
+from configs.algorithms.orders import Curriculum, Difficulty, put_back
 
-import configs.orders
+import configs.algorithms.orders
 from configs import RunError
 from orchestrator import Order, Rollout
 
@@ -97,7 +97,7 @@ def test_bad_luck_is_no_end(seed, make_cfg):
         assert row == 0 and index in order.open
 
 
-@pytest.mark.parametrize("Curriculum", [Curriculum, configs.orders.Curriculum])  # two modules to Python
+@pytest.mark.parametrize("Curriculum", [Curriculum, configs.algorithms.orders.Curriculum])  # two modules to Python
 def test_what_ahead_leaves_over_is_asked_again(Curriculum, make_cfg):
     """A row is put back only while its period and its retirement allow it at the step where it would be taken."""
     rows = [row | {"difficulty": ["easy", "hard"][i % 2]} for i, row in enumerate(ROWS)]

@@ -12,7 +12,7 @@ from conftest import ROOT, lines, write_run
 from safetensors.torch import load_file
 
 CORE = ["trainer.py", "orchestrator.py", "env.py", "launch.sh", "requirements-cpu.txt", "configs/__init__.py"]
-TASK = ["configs/defaults.toml", "configs/reverse_text.toml", "configs/reverse_text.py", "configs/tiny_model.py"]
+TASK = ["configs/defaults.toml", "configs/reverse_text.toml", "configs/tasks/reverse_text.py", "configs/models/toy.py"]
 
 
 def run(place, *command, code=0, **variables):

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_model
+from configs.models import toy as tiny_model
 from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines, make_samples, run_trainer, write_run
 from safetensors.numpy import save_file

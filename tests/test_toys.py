@@ -7,13 +7,13 @@ import sys
 from collections import Counter
 
 import pytest
-import tiny_model
+from configs.models import toy as tiny_model
 import torch
 import transformers
 from conftest import ROOT
 
 from configs import load_config
-from configs.scoring import score
+from configs.environments.scoring import score
 from env import load_environment
 
 TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "verifiers_env",
@@ -24,7 +24,7 @@ TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym",
 def test_toy(name):
     more = ["env.args.allow_unsandboxed_python=true"] if name == "math_python" else []
     cfg = load_config(ROOT / "configs" / f"{name}.toml", more)
-    assert cfg.run.model.startswith(".cache/") and cfg.run.prepare == "configs/tiny_model.py"
+    assert cfg.run.model.startswith(".cache/") and cfg.run.prepare == "configs/models/toy.py"
     assert cfg.run.max_steps == 5 or name in ("alphabet_sort", "reverse_text", "wiki_search")  # these learn
     env = load_environment(cfg.env[0].id, cfg.env[0].args)
     train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))
@@ -64,7 +64,7 @@ def test_splits_share_nothing(name):
 
 
 TASK = """
-import reverse_text
+from configs.tasks import reverse_text
 from env import Rubric, SingleTurnEnv
 
 WARM_UP_STEPS = 2
@@ -117,10 +117,10 @@ def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
 
 @pytest.mark.long
 def test_a_model_of_another_shape(tmp_path):
-    """configs/shaped_model.py at toy size: each id has a text, and the warm-up has taught the model something."""
+    """configs/models/shaped.py at toy size: each id has a text, and the warm-up has taught the model something."""
     env = os.environ | {"SHAPE": "toy", "PYTHONPATH": str(ROOT)}
     more = [f"model={tmp_path / 'shaped'}", f"output_dir={tmp_path}"]
-    command = [sys.executable, "configs/shaped_model.py", "configs/qwen3_shape.toml", *more]
+    command = [sys.executable, "configs/models/shaped.py", "configs/qwen3_shape.toml", *more]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "shaped")

@@ -24,7 +24,8 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer
-from configs import RunError, reference
+from configs import RunError
+from configs.algorithms import reference
 from orchestrator import save_batch
 
 CPU = torch.device("cpu")

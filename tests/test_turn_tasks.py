@@ -1,10 +1,10 @@
-"""configs/wiki_search.py and configs/alphabet_sort.py with scripted policies."""
+"""configs/tasks/wiki_search.py and configs/tasks/alphabet_sort.py with scripted policies."""
 
 import json
 
-import alphabet_sort
+from configs.tasks import alphabet_sort
 import pytest
-import wiki_search
+from configs.tasks import wiki_search
 from scripted import play
 
 from env import DataError, load_environment
@@ -83,7 +83,7 @@ def test_alphabet_sort_says_where_there_are_too_few_rows():
 
 
 def test_what_a_function_of_the_group_adds_is_the_last_turns():
-    from turns import returns
+    from configs.algorithms.turns import returns
 
     assert returns({"reward": 3.5, "turn_rewards": [1.0, 2.0], "num_turns": 2}, 1.0) == [3.5, 2.5]
     assert returns({"reward": 3.5, "turn_rewards": None, "num_turns": 2}, 0.5) == [1.75, 3.5]

@@ -4,7 +4,7 @@ import random
 import threading
 import time
 
-from configs.tool_env import ToolEnv
+from configs.environments.tools import ToolEnv
 from env import MultiTurnEnv, Rubric, SingleTurnEnv
 
 KEEPS = (

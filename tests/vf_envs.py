@@ -4,7 +4,7 @@ import verifiers as vf
 from datasets import Dataset
 
 import env as ours
-from configs.tool_env import ToolEnv
+from configs.environments.tools import ToolEnv
 
 ROWS = [{"question": f"row {i}", "answer": str(i), "info": {"number": i}} for i in range(13)]
 

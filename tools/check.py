@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orchestrator
 import trainer
 from configs import RunError, arguments, beat, run_directory, run_role
-from configs.sleep import asleep
+from configs.algorithms.sleep import asleep
 from env import load_environment
 from tools.watch import judge, say, tell
 

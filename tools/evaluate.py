@@ -202,7 +202,7 @@ def report(name, groups, k, seconds):
 
 def to_samples(line, tokenizer, cfg):
     """One conversation -> samples; text prompts (base models) are continued by text."""
-    from configs.tiny_model import tokenize_conversation
+    from configs.models.toy import tokenize_conversation
 
     if not isinstance(line["prompt"], str):
         messages, more = line["prompt"] + line["completion"], cfg.sampling.chat_template_kwargs

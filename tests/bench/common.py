@@ -29,7 +29,7 @@ def tell(rows):
 
 
 def make_model(path, shape):
-    import tiny_model
+    from configs.models import toy as tiny_model
 
     layers, hidden, vocab = SHAPES[shape]
     tiny_model.make_model(path, tiny_model.make_tokenizer(), layers, hidden, vocab=vocab)

@@ -88,7 +88,7 @@ def step(model, rollouts, steps, trim=""):
 def run(model, steps, seed, learning_rate, goal, batch, tokens):
     """The quickstart's task, groups of 16 answers in our orchestrator's order, until three batches have the goal's
     mean."""
-    import reverse_text
+    from configs.tasks import reverse_text
 
     from configs import load_config
     from orchestrator import Order

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from common import PATHS, ROOT, row, tell
 
-tiny_model = importlib.import_module("configs.tiny_model")
+tiny_model = importlib.import_module("configs.models.toy")
 
 LR, NO_LR, GOAL = "4e-4", "1e-9", 0.90
 
@@ -82,7 +82,7 @@ def main(quick):
     model, steps, rows, table = ROOT / ".cache" / "reverse_text", 12 if quick else 120, [], []
     with tempfile.TemporaryDirectory(dir="/tmp") as place:
         if not model.is_dir():
-            command = [sys.executable, "configs/tiny_model.py", "configs/reverse_text.toml"]
+            command = [sys.executable, "configs/models/toy.py", "configs/reverse_text.toml"]
             subprocess.run(command, cwd=ROOT, check=True, stdout=sys.stderr)
         for seed in range(1 if quick else 3):
             rewards, at, step_s, start_s, num, _ = ours(Path(place), model, steps, seed, 256, 16)

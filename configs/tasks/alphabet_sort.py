@@ -3,7 +3,7 @@
 import difflib
 import random
 
-from configs.rubrics import TurnRubric
+from configs.environments.rubrics import TurnRubric
 from env import DataError, MultiTurnEnv
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -24,7 +24,7 @@ from env import MultiTurnEnv, call, ensure, parameters
 class ToolEnv(MultiTurnEnv):
     """The policy calls Python functions. Results go back to it as text, and so does whatever goes wrong with a call.
 
-    Each has type hints, and a docstring that tells what its arguments are (see configs/wiki_search.py); one that names
+    Each has type hints, and a docstring that tells what its arguments are (see configs/tasks/wiki_search.py); one that names
     `state` gets the rollout's, which the policy does not see. vLLM parses the calls, with inference.args =
     { enable_auto_tool_choice = true, tool_call_parser = "hermes" } for Qwen."""
 

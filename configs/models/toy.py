@@ -1,4 +1,4 @@
-"""Makes a tiny character-level model for a task, without a network: python configs/tiny_model.py config.toml
+"""Makes a tiny character-level model for a task, without a network: python configs/models/toy.py config.toml
 
 A Qwen3 of about 1M parameters with a chat template of one token per role, warmed up on the task's demonstrations()
 through trainer.py --replay with loss=sft: enough to get some answers right, so that RL has something to reinforce.
@@ -13,7 +13,7 @@ import sys
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import DEFAULTS, RunError, arguments, run_role

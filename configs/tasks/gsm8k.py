@@ -5,8 +5,8 @@ import re
 from decimal import Decimal
 from pathlib import Path
 
-from configs.hub import download
-from configs.parsers import XMLParser
+from configs.environments.hub import download
+from configs.environments.parsers import XMLParser
 from env import DataError, Rubric, SingleTurnEnv, load_rows
 
 PARSER = XMLParser(["reasoning", "answer"])

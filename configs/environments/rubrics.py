@@ -51,7 +51,7 @@ class GroupRubric(Rubric):
 
 class TurnRubric(Rubric):
     """A function that returns a list rewards each turn of the policy; what is a number is the last turn's. Each turn
-    then has an advantage of its own (configs/turns.py)."""
+    then has an advantage of its own (configs/algorithms/turns.py)."""
 
     async def score(self, state):
         """-> the sum, {function: value}; the turns' rewards are state["turn_rewards"]."""

@@ -4,7 +4,7 @@ The rule is simple so that one sees what a judge is worth: true_score, which onl
 
 import random
 
-from configs.judge import JudgeRubric
+from configs.environments.judge import JudgeRubric
 from env import Rubric, SingleTurnEnv
 
 CONSONANTS, VOWELS, OTHERS = "bcdfghjklmnprstvwz", "aeiou", "bcdefghiklmnoprstuvwz"
@@ -61,7 +61,7 @@ def load_environment(
     judge_models=(), base_url="", template=TEMPLATE, max_tokens=16, max_concurrent=32, num_eval=NUM_EVAL, **judge
 ):
     """Without judge_models and base_url the policy's own server judges, while training. max_tokens: of the judge's
-    reply, with whatever it reasons first. judge: more of Judge's arguments (configs/judge.py)."""
+    reply, with whatever it reasons first. judge: more of Judge's arguments (configs/environments/judge.py)."""
     judge = {"judge_models": judge_models, "base_url": base_url, "template": template, "scale": SCALE} | judge
     score = JudgeRubric(sampling={"max_tokens": max_tokens}, max_concurrent=max_concurrent, **judge)
     rubric = Rubric([first_letters, true_score], [0.2, 0.0], rubrics=[score])

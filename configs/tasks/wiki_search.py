@@ -7,8 +7,8 @@ import json
 import random
 from pathlib import Path
 
-from configs.rubrics import TurnRubric
-from configs.tool_env import ToolEnv
+from configs.environments.rubrics import TurnRubric
+from configs.environments.tools import ToolEnv
 from env import DataError, load_rows
 
 PAGES, EVAL_PAGES, TOP = 200, 40, 3

@@ -1,4 +1,4 @@
-"""python -m configs.serve: vLLM's OpenAI server, of which nothing is left when it is killed, not even while it starts.
+"""python -m configs.serving.server: vLLM's OpenAI server, of which nothing is left when it is killed, not even while it starts.
 
 Python imports this file, and with it `configs`, in every process that vLLM spawns, before anything else: the kernel is
 asked there to end it with its parent. An engine would else come to our code only by --worker-extension-cls (with tensor

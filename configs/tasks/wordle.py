@@ -4,7 +4,7 @@ import functools
 import random
 from collections import Counter
 
-from configs.parsers import XMLParser
+from configs.environments.parsers import XMLParser
 from env import MultiTurnEnv, Rubric
 
 WORDS = """

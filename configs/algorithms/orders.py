@@ -102,7 +102,7 @@ def put_back(order, indices, step):
     """They come next, but for those that are not wanted any more at `step`."""
     for index in indices:
         row = order.epoch(index // len(order.rows))[index % len(order.rows)]
-        # by its method: an order imported as configs.orders is of another class
+        # by its method: an order imported as configs.algorithms.orders is of another class
         if hasattr(order, "is_wanted") and not order.is_wanted(index, row, step):
             order.open.discard(index)
         else:

@@ -2,10 +2,10 @@
 
 import difflib
 
-import reverse_text
+from configs.tasks import reverse_text
 import verifiers as vf
 from datasets import Dataset
-from reverse_text import demonstrations  # noqa: F401  for the toy's warm-up
+from configs.tasks.reverse_text import demonstrations  # noqa: F401  for the toy's warm-up
 
 
 def load_environment(num_train=2048, num_eval=64):

@@ -10,7 +10,7 @@ import reasoning_gym
 from reasoning_gym.composite import DatasetSpec
 from reasoning_gym.factory import DATASETS
 
-from configs.parsers import XMLParser
+from configs.environments.parsers import XMLParser
 from env import Rubric, SingleTurnEnv
 
 # The toy's: "Calculate 7 - 10 + 2." About 5,500 questions, answers from -20 to 30.

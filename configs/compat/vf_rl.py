@@ -4,7 +4,7 @@ configs/__init__.py reads this for a file with a [trainer.args] table and for no
 has there, or is refused with what to write instead; but a number (eval_steps, ref_model_sync_steps) also turns on what
 it is for. Names of ours under [trainer] are taken as they are."""
 
-from configs import RunError
+from configs.runtime.role import CONFIG, RunError
 
 RENAMED = {
     "run_name": "run_name",
@@ -40,8 +40,8 @@ RENAMED = {
     "ref_model_sync_steps": "trainer.ref_sync_steps",
     "ref_model_mixup_alpha": "trainer.ref_sync_alpha",
     "vllm_server_timeout": "inference.startup_timeout",
-    "vllm_importance_sampling_clip_max": "trainer.importance_high",
-    "vllm_importance_sampling_clip_min": "trainer.importance_low",
+    "vllm_importance_sampling_clip_max": "trainer.importance_args.high",
+    "vllm_importance_sampling_clip_min": "trainer.importance_args.low",
 }
 
 # name -> value (as text) -> the keys that it stands for; another value is refused
@@ -65,7 +65,7 @@ VALUES = {
         "False": {"trainer.importance": "", "trainer.importance_low": 0.0, "trainer.importance_high": 0.0},
     },
     "vllm_importance_sampling_mode": {
-        name: {"trainer.importance": f"losses:{name}"}
+        name: {"trainer.importance": f"importance:{name}"}
         for name in ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
     },
     "cast_lm_head_to_fp32": {"True": {"trainer.head_dtype": "fp32"}, "False": {}},
@@ -170,4 +170,4 @@ def turn(item):
 
 
 def refuse(name, value, instead):
-    raise RunError(2, f"key '{PREFIX}{name}' = {value!r}: {instead}")
+    raise RunError(CONFIG, f"key '{PREFIX}{name}' = {value!r}: {instead}")

@@ -2,8 +2,8 @@
 
 import difflib
 
-from configs.hub import download
-from configs.parsers import XMLParser
+from configs.environments.hub import download
+from configs.environments.parsers import XMLParser
 from env import Rubric, SingleTurnEnv, load_rows
 
 PARSER = XMLParser(["reversed_text"], answer_field="reversed_text")

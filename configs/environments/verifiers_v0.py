@@ -91,7 +91,7 @@ class VerifiersRubric:
         return self.result(theirs)
 
     async def state_of(self, state):
-        """Of text that was not rolled out: for configs/scoring.py."""
+        """Of text that was not rolled out: for configs/environments/scoring.py."""
         theirs = await self.env.init_state(state["row"], PolicyClient(None), "policy", {})
         theirs["completion"] = normalize_messages(state["completion"], field_name="completion")
         return theirs

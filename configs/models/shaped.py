@@ -1,4 +1,4 @@
-"""Makes a model of Qwen3-0.6B's shape with random weights, without a hub: python configs/shaped_model.py config.toml
+"""Makes a model of Qwen3-0.6B's shape with random weights, without a hub: python configs/models/shaped.py config.toml
 
 For memory and speed: what it learns says nothing about Qwen3. It has the toy models' characters, and names that no
 text matches for the other ids; the warm-up on the task's demonstrations lets rewards differ. SHAPE=toy: a small one."""
@@ -6,7 +6,7 @@ text matches for the other ids; the warm-up on the task's demonstrations lets re
 import json
 import os
 
-import tiny_model
+from configs.models import toy as tiny_model
 
 from configs import run_role
 

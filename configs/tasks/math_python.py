@@ -1,14 +1,14 @@
-"""Arithmetic with a Python tool: write code, read what it prints, answer. The code runs in configs/sandbox.py."""
+"""Arithmetic with a Python tool: write code, read what it prints, answer. The code runs in configs/environments/sandbox.py."""
 
 import json
 import random
 import re
 from pathlib import Path
 
-from configs.gsm8k import number
-from configs.parsers import extract_boxed_answer
-from configs.sandbox import Sandbox
-from configs.tool_env import ToolEnv
+from configs.tasks.gsm8k import number
+from configs.environments.parsers import extract_boxed_answer
+from configs.environments.sandbox import Sandbox
+from configs.environments.tools import ToolEnv
 from env import DataError, Rubric, load_rows
 
 FORMS = ["{a}*{b}+{c}", "{a}*{b}-{c}", "{a}+{b}*{c}", "{a}-{b}*{c}", "({a}+{b})*{c}", "({a}-{b})*{c}"]
@@ -91,7 +91,7 @@ def load_environment(
         train, held_out = have[:cut][: num_train or None], have[cut:] or None
     else:
         train, held_out = rows("train", num_train or 4096), rows("eval", num_eval) or None
-    hide = [Path("~").expanduser(), Path(__file__).parents[1], Path.cwd()]
+    hide = [Path("~").expanduser(), Path(__file__).parents[2], Path.cwd()]
     sandbox = Sandbox(hide, timeout_s, allow_unsandboxed_python)
 
     def python(code: str) -> str:

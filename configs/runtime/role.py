@@ -1,0 +1,98 @@
+"""How a role (trainer, orchestrator, launcher, ...) begins, shows that it is alive, reports to the launcher and ends."""
+
+import ctypes
+import importlib
+import os
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+# Exit codes: of a wrong configuration, a role that died or hung, wrong data, numbers that are not finite, a full disk.
+CONFIG, DIED, DATA, NUMERICS, STORAGE = 2, 3, 4, 5, 6
+STORAGE_ERRORS = r"(Errno|os error) (5|13|17|20|28|30|122)\b"  # EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
+PR_SET_PDEATHSIG, SIGKILL = 1, 9
+
+
+class RunError(Exception):
+    """Ends the run with an exit code: CONFIG, DIED, DATA, NUMERICS or STORAGE. Its text is the last line a user sees."""
+
+    def __init__(self, code, cause):
+        super().__init__(cause)
+        self.code = code
+
+
+def require(condition, code, cause):
+    """Raises RunError unless the condition holds."""
+    if not condition:
+        raise RunError(code, cause)
+
+
+def heartbeat():
+    """Tells the launcher's watchdog that this process makes progress. Costs microseconds: it touches a file."""
+    folder = os.environ.get("ROLEMODEL_PROGRESS")
+    if folder:
+        Path(folder, str(os.getpid())).touch()
+
+
+def report(line):
+    """Sends one line to the launcher. A pipe works on a full disk, and torchrun turns every exit code into 1."""
+    pipe = os.environ.get("ROLEMODEL_PIPE")
+    if not pipe:
+        return
+    with suppress(OSError), open(pipe, "w", errors="replace") as launcher:
+        # The end of a long message is kept as well: a worker's traceback ends with its cause.
+        launcher.write(f"{line[:300]}{line[300:][-1200:]}\n")
+
+
+def end_with_parent():
+    """Asks the kernel to kill this process when its parent dies, and ends it if the launcher has died already."""
+    pipe = os.environ.get("ROLEMODEL_PIPE")
+    if not pipe:
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    os.stat(pipe)  # raises if the launcher is gone or a zombie
+
+
+def first_cause(error):
+    """The error inside torch's CheckpointException, which has one per rank, or inside asyncio's exception groups."""
+    while True:
+        if hasattr(error, "failures"):
+            error = next(iter(error.failures.values()))[0]
+        elif isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        else:
+            return error
+
+
+def exit_code(error, text):
+    """The code that an error carries if it is one of ours; STORAGE for a failing disk; otherwise DIED."""
+    code = getattr(error, "code", None)
+    if code in (CONFIG, DATA, NUMERICS, STORAGE):
+        return code
+    # safetensors has the system's error number in the text alone.
+    return STORAGE if re.search(STORAGE_ERRORS, text) else DIED
+
+
+def run_role(role, module=None):
+    """Runs `main(sys.argv[1:])` of a module, reports how it failed, and exits with the code for that.
+
+    The module is imported even where its file is the script: a hook that imports it gets the module that runs, not a
+    second copy. With PYTHONFAULTHANDLER, which the launcher sets, SIGABRT prints every thread's stack."""
+    end_with_parent()
+    code = 0
+    try:
+        importlib.import_module(module or role).main(sys.argv[1:])
+        sys.stdout.flush()
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as e:  # not sys.excepthook, which torch.distributed wraps
+        error = first_cause(e)
+        text = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RunError: ")
+        code = exit_code(error, text)
+        report(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
+        with suppress(OSError):  # a full disk must not change the code
+            if code == DIED:
+                sys.__excepthook__(type(error), error, error.__traceback__)
+            print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
+    os._exit(code)  # not sys.exit: threads that wait for a dead peer would hold the process
