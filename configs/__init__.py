@@ -213,7 +213,9 @@ def check(flat):
     flags = flat["inference.args"]
     for flag in flags:
         is_free = flag not in TAKEN.split() and re.fullmatch("[a-z0-9_]+", flag)
-        require(is_free, CONFIG, f"key 'inference.args' = {flag!r}: must be a flag, with _, that is not set by launch.sh")
+        require(
+            is_free, CONFIG, f"key 'inference.args' = {flag!r}: must be a flag, with _, that is not set by launch.sh"
+        )
     # 3. Pairs of keys.
     pairs(flat, require)
 
@@ -274,7 +276,7 @@ def find(name, table=None):
 
 
 def place_of(error):
-    """" in function, file:line" of the last frame that an error passed through, or "" if it has none."""
+    """ " in function, file:line" of the last frame that an error passed through, or "" if it has none."""
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next

@@ -8,13 +8,13 @@ import sys
 import time
 import tomllib
 
-from configs.compat import vf_rl as old_names
 import pytest
 from conftest import BASE, ROOT, launch
 
 import configs
 from configs import RunError, load_config
 from configs import run_directory as run_path
+from configs.compat import vf_rl as old_names
 
 VF_RL = """
 model = "Qwen/Qwen3-4B-Instruct-2507"

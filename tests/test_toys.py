@@ -7,13 +7,13 @@ import sys
 from collections import Counter
 
 import pytest
-from configs.models import toy as tiny_model
 import torch
 import transformers
 from conftest import ROOT
 
 from configs import load_config
 from configs.environments.scoring import score
+from configs.models import toy as tiny_model
 from env import load_environment
 
 TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "verifiers_env",

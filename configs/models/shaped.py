@@ -6,9 +6,8 @@ text matches for the other ids; the warm-up on the task's demonstrations lets re
 import json
 import os
 
-from configs.models import toy as tiny_model
-
 from configs import run_role
+from configs.models import toy as tiny_model
 
 SHAPES = {  # layers, hidden, inner, heads, key-value heads, head_dim, vocabulary
     "0.6B": (28, 1024, 3072, 16, 8, 128, 151936),

@@ -5,10 +5,10 @@ import random
 import re
 from pathlib import Path
 
-from configs.tasks.gsm8k import number
 from configs.environments.parsers import extract_boxed_answer
 from configs.environments.sandbox import Sandbox
 from configs.environments.tools import ToolEnv
+from configs.tasks.gsm8k import number
 from env import DataError, Rubric, load_rows
 
 FORMS = ["{a}*{b}+{c}", "{a}*{b}-{c}", "{a}+{b}*{c}", "{a}-{b}*{c}", "({a}+{b})*{c}", "({a}-{b})*{c}"]

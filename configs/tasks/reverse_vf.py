@@ -2,9 +2,10 @@
 
 import difflib
 
-from configs.tasks import reverse_text
 import verifiers as vf
 from datasets import Dataset
+
+from configs.tasks import reverse_text
 from configs.tasks.reverse_text import demonstrations  # noqa: F401  for the toy's warm-up
 
 
