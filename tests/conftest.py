@@ -25,7 +25,8 @@ from configs.models import toy as tiny_model
 import torch
 
 import orchestrator
-from configs import load_config, run_directory
+from configs import load_config
+from configs.runtime.directory import run_directory
 from orchestrator import save_batch
 from trainer import load_batch, start_distributed
 
