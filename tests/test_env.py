@@ -519,7 +519,7 @@ def test_environments_load_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text((ROOT / "configs" / "reverse_text.toml").read_text())
     load_config(tmp_path / "mine.toml")
     assert len(load_environment("reverse_text", {"num_train": 9, "num_eval": 3}).dataset) == 9
-    (tmp_path / "my_task.py").write_text((ROOT / "configs" / "reverse_text.py").read_text())
+    (tmp_path / "my_task.py").write_text((ROOT / "configs" / "tasks" / "reverse_text.py").read_text())
     assert load_environment("someone/my-task", {"num_train": 5}).dataset[0]["answer"]
     with pytest.raises(ModuleNotFoundError, match="no_such_task"):
         load_environment("no-such-task", {})

@@ -20,7 +20,9 @@ def score(env, prompts, completions, **columns):
 
 
 async def score_all(env, prompts, completions, columns):
-    rows = {key_of(row.get("prompt") or row["question"]): row for row in env.dataset + (env.eval_dataset or [])}
+    rows = {}
+    for row in [*env.dataset, *(env.eval_dataset or [])]:
+        rows[key_of(row.get("prompt") or row["question"])] = row
     groups = {}  # {key of the prompt: [(position in the result, state)]}
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         key = key_of(prompt)
@@ -55,7 +57,8 @@ def state_of(env, row, prompt, completion):
 
 async def score_group(env, group, rewards):
     """Fills in the rewards of one prompt's completions, and prints one error of each kind."""
-    scores = await asyncio.gather(*(env.rubric.score(state) for _, state in group), return_exceptions=True)
+    scoring = [env.rubric.score(state) for _, state in group]
+    scores = await asyncio.gather(*scoring, return_exceptions=True)
     kept = []
     errors = {}
     for (i, state), result in zip(group, scores):
@@ -64,7 +67,8 @@ async def score_group(env, group, rewards):
         else:
             kept.append((i, state, result[0]))
     try:
-        more = await env.rubric.score_group([state for _, state, _ in kept]) or [(0.0, {})] * len(kept)
+        more = await env.rubric.score_group([state for _, state, _ in kept])
+        more = more or [(0.0, {}) for _ in kept]
     except Exception as e:  # from a function that sees the whole group: none of it has a reward then
         errors.setdefault(type(e), e)
         kept = []

@@ -49,7 +49,7 @@ class ToolEnv(MultiTurnEnv):
         return [await self.run_tool(request, state) for request in requests]
 
     async def run_tool(self, request, state):
-        """Runs a call, as vLLM parsed it, and returns the tool's message, which says what went wrong if anything did."""
+        """Runs a call, as vLLM parsed it, and returns the tool's message, which says so if anything goes wrong."""
         try:
             text = await self.call_tool(request["function"], state)
         except pydantic.ValidationError as e:
