@@ -256,8 +256,8 @@ def work_directory(user):
 
 
 def wait(process, timeout_s):
-    """Waits until a process has ended, but no longer than timeout_s. It stays a zombie, so that no other process can get
-    its number."""
+    """Waits until a process has ended, but no longer than timeout_s. It stays a zombie: no other process can get its
+    number."""
     handle = os.pidfd_open(process.pid)
     try:
         poll = select.poll()
