@@ -1,6 +1,6 @@
 """The configuration of a run: one TOML, overrides of it, and the checks that hold for both.
 
-defaults.toml documents every key; a key that is not there, or a value of another type, ends the run before it starts."""
+defaults.toml documents every key; an unknown key, or a value of another type, ends the run before it starts."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def load_config(path, overrides=(), replay=None):
         raise RunError(CONFIG, f"{source}: {e}") from None
     origin = Path(str(given.get("origin") or path)).resolve()
     sys.path.append(str(origin.parent))
-    # 2. Names of vf-rl, of TRL's GRPOTrainer and of this project's former versions.
+    # 2. Names from vf-rl, from TRL's GRPOTrainer and from former versions of this project.
     from configs.compat import vf_rl
 
     given = vf_rl.translate(given)
@@ -117,7 +117,8 @@ DEFAULTS = flatten(tomllib.loads((HERE / "defaults.toml").read_text()))  # {dott
 
 def resolve(given, path, replay):
     """{dotted key: value} with one environment -> the configuration of all keys, checked."""
-    flat = merged(DEFAULTS | {"origin": str(path)}, {key: checked(key, value) for key, value in given.items()})
+    given = {key: checked(key, value) for key, value in given.items()}
+    flat = merged(DEFAULTS | {"origin": str(path)}, given)
     flat["run_name"] = flat["run_name"] or path.stem
     flat["env.name"] = flat["env.name"] or flat["env.id"]
     check(flat)
@@ -155,10 +156,11 @@ def checked(key, value):
 
 
 def nearest(key):
-    """The known key that is most like this one; what comes after the last dot counts twice."""
+    """The known key that is most like this one; the part after the last dot counts twice."""
 
     def likeness(known):
-        return SequenceMatcher(None, known.split(".")[-1] + known, key.split(".")[-1] + key).ratio()
+        doubled = [name.split(".")[-1] + name for name in (known, key)]
+        return SequenceMatcher(None, *doubled).ratio()
 
     return max(DEFAULTS, key=likeness)
 
@@ -207,51 +209,59 @@ def check(flat):
         "orchestrator.order": ("", "module:class"),
     }.items():
         is_hook = words[-1].startswith("module:") and re.fullmatch(r"[^:]+:[^:]+", flat[key])
-        must(lambda word, words=words, is_hook=is_hook: is_hook or word in words, key, f"one of {words}")
+        if not is_hook:
+            must(words.__contains__, key, f"one of {words}")
     must(lambda name: re.fullmatch(r"[^./][^/]*", name), "run_name", "the name of a directory")
-    must(lambda urls: all(re.match("https?://.", url) for url in urls), "inference.urls", "like http://host:port")
-    flags = flat["inference.args"]
-    for flag in flags:
+    for url in flat["inference.urls"]:
+        require(re.match("https?://.", url), CONFIG, f"key 'inference.urls': {url!r} must be like http://host:port")
+    for flag in flat["inference.args"]:
         is_free = flag not in TAKEN.split() and re.fullmatch("[a-z0-9_]+", flag)
-        require(
-            is_free, CONFIG, f"key 'inference.args' = {flag!r}: must be a flag, with _, that is not set by launch.sh"
-        )
-    # 3. Pairs of keys.
-    pairs(flat, require)
+        what = "must be a flag of vLLM, written with _, that is not set by launch.sh"
+        require(is_free, CONFIG, f"key 'inference.args.{flag}': {what}")
+    check_pairs(flat)
 
 
-def pairs(flat, require):
-    """The rules between keys, one `require` each."""
+def check_pairs(flat):
+    """Raises RunError with CONFIG unless every key goes with the others."""
+    flat = flat | {f"inference.args.{flag}": value for flag, value in flat["inference.args"].items()}
 
     def together(is_right, key, must, other):
         require(is_right, CONFIG, f"key {key!r} = {flat[key]!r}: must be {must} {other} = {flat.get(other)!r}")
 
-    o, s, t = "orchestrator.", "orchestrator.sampling.", "trainer."
-    group = flat[o + "rollouts_per_example"]
-    together(flat[o + "batch_size"] % group == 0, o + "batch_size", "a multiple of", o + "rollouts_per_example")
-    together(flat[o + "max_concurrent"] >= group, o + "max_concurrent", "at least", o + "rollouts_per_example")
-    for key in (s + "max_tokens", o + "max_prompt_len"):
+    group = flat["orchestrator.rollouts_per_example"]
+    is_multiple = flat["orchestrator.batch_size"] % group == 0
+    together(is_multiple, "orchestrator.batch_size", "a multiple of", "orchestrator.rollouts_per_example")
+    is_enough = flat["orchestrator.max_concurrent"] >= group
+    together(is_enough, "orchestrator.max_concurrent", "at least", "orchestrator.rollouts_per_example")
+    for key in ("orchestrator.sampling.max_tokens", "orchestrator.max_prompt_len"):
         together(flat[key] < flat["max_seq_len"], key, "below", "max_seq_len")
-    together(flat[o + "generation_timeout"] < flat["watchdog"], o + "generation_timeout", "below", "watchdog")
-    parallel = flat["inference.args"].get("tensor_parallel_size")
-    is_multiple = isinstance(parallel, int) and parallel > 0 and flat["inference.gpus"] % parallel == 0
-    what = f"key 'inference.gpus' = {flat['inference.gpus']}: must be a multiple of inference.args.tensor_parallel_size"
-    require(is_multiple, CONFIG, f"{what} = {parallel!r}")
-    # A key that does nothing without another one, or against it, is refused, not ignored.
-    needs = {key: s + "allow_biased_sampling" for key in (s + "top_p", s + "top_k", s + "min_p")}
-    needs |= {s + "repetition_penalty": s + "allow_biased_sampling", t + "ref_sync_steps": t + "beta"}
-    needs |= {t + "importance_args": t + "importance", o + "retire_after": o + "order", o + "curriculum": o + "order"}
-    for key, other in needs.items():
+    is_shorter = flat["orchestrator.generation_timeout"] < flat["watchdog"]
+    together(is_shorter, "orchestrator.generation_timeout", "below", "watchdog")
+    parallel = flat["inference.args.tensor_parallel_size"]
+    is_multiple = type(parallel) is int and parallel > 0 and flat["inference.gpus"] % parallel == 0
+    together(is_multiple, "inference.gpus", "a multiple of", "inference.args.tensor_parallel_size")
+    # A key that would do nothing because of another one is refused, not ignored.
+    for key, other in {
+        "orchestrator.sampling.top_p": "orchestrator.sampling.allow_biased_sampling",
+        "orchestrator.sampling.top_k": "orchestrator.sampling.allow_biased_sampling",
+        "orchestrator.sampling.min_p": "orchestrator.sampling.allow_biased_sampling",
+        "orchestrator.sampling.repetition_penalty": "orchestrator.sampling.allow_biased_sampling",
+        "orchestrator.retire_after": "orchestrator.order",
+        "orchestrator.curriculum": "orchestrator.order",
+        "trainer.importance_args": "trainer.importance",
+        "trainer.ref_sync_steps": "trainer.beta",
+    }.items():
         together(flat[key] == DEFAULTS[key] or flat[other], key, "left out without", other)
-    together(not (flat["inference.sleep"] and flat[o + "max_staleness"]), "inference.sleep", "left out with",
-             o + "max_staleness")  # fmt: skip
-    has_overrides = "hf_overrides" in flat["inference.args"]
-    together(not (flat[t + "head_dtype"] and has_overrides), t + "head_dtype", "left out with",
-             "inference.args.hf_overrides")  # fmt: skip
+    for key, other in {
+        "inference.sleep": "orchestrator.max_staleness",
+        "trainer.head_dtype": "inference.args.hf_overrides",
+    }.items():
+        together(not (flat[key] and flat.get(other)), key, "left out with", other)
     is_local = re.compile(r"(https?://)?(127\.0\.0\.1|localhost)(:\d+)?/?").fullmatch
-    is_remote = not all(map(is_local, [*flat["inference.urls"], flat[t + "sync_host"]]))
-    for key in ("inference.urls", t + "sync_host"):
-        together(flat["inference.allow_remote"] or not is_remote, key, "left out without", "inference.allow_remote")
+    for key in ("inference.urls", "trainer.sync_host"):
+        hosts = flat[key] if key == "inference.urls" else [flat[key]]
+        is_safe = flat["inference.allow_remote"] or all(map(is_local, hosts))
+        together(is_safe, key, "left out without", "inference.allow_remote")
 
 
 def find(name, table=None):

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import time
@@ -12,9 +11,10 @@ import pytest
 from conftest import BASE, ROOT, launch
 
 import configs
-from configs import RunError, load_config
-from configs import run_directory as run_path
-from configs.compat import vf_rl as old_names
+from configs import load_config
+from configs.compat import vf_rl
+from configs.runtime.directory import identity, refuse_other, run_directory
+from configs.runtime.role import CONFIG, RunError
 
 VF_RL = """
 model = "Qwen/Qwen3-4B-Instruct-2507"
@@ -147,11 +147,11 @@ OLD_NAMES = {
     'report_to = "wandb"': ("run", "tracker", "wandb"),
     'report_to = "mlflow"': None,
     "vllm_server_timeout = 9.0": ("inference", "startup_timeout", 9.0),
-    'vllm_importance_sampling_mode = "sequence_mask"': ("trainer", "importance", "losses:sequence_mask"),
+    'vllm_importance_sampling_mode = "sequence_mask"': ("trainer", "importance", "importance:sequence_mask"),
     'vllm_importance_sampling_clip_max = 2.0\nvllm_importance_sampling_mode = "token_truncate"': (
         "trainer",
-        "importance_high",
-        2.0,
+        "importance_args",
+        {"high": 2.0},
     ),
     "vllm_importance_sampling_correction = true": None,
     "vllm_importance_sampling_correction = false": ("trainer", "importance", ""),
@@ -183,32 +183,64 @@ def test_old_names_are_accepted_or_refused_with_the_new_one(line, tmp_path):
         assert e.value.code == 2 and f"trainer.args.{line.split()[0]}" in str(e.value) and len(str(e.value)) > 50
 
 
-LOSSES = {  # TRL's names of a loss and its clip range -> loss, epsilon, epsilon_high, ratio_cap, delta here; 0: its own
-    "": ("cispo", 0, 0, 5.0, 0),
-    'loss_type = "dapo"': ("grpo", 0.2, 0.2, 5.0, 0),
-    'loss_type = "dr_grpo"': ("dr_grpo", 0.2, 0.2, 5.0, 0),
-    'loss_type = "dapo"\nepsilon = 0.1': ("grpo", 0.1, 0.1, 5.0, 0),
-    'epsilon_high = 0.28\nloss_type = "dapo"': ("grpo", 0.2, 0.28, 5.0, 0),
-    'epsilon_high = 0.28\nepsilon = 0.1\nloss_type = "dr_grpo"': ("dr_grpo", 0.1, 0.28, 5.0, 0),
-    'loss_type = "cispo"\nepsilon_high = 2.0': ("cispo", 0, 0, 2.0, 0),
-    "epsilon = 0.1": ("grpo", 0.1, 0.1, 5.0, 0),  # TRL's default is dapo
-    "delta = 4.0": ("grpo", 0.2, 0.2, 5.0, 4.0),
-    'loss = "cispo"\nepsilon_high = 2': ("cispo", 0, 0, 2.0, 0),
-    'loss = "losses:gspo"\nepsilon = 1e-3': ("losses:gspo", 1e-3, 1e-3, 5.0, 0),
+LOSSES = {  # TRL's names of a loss and its clip range -> trainer.loss and trainer.loss_args here
+    "": ("cispo", {}),
+    'loss_type = "dapo"': ("grpo", {"epsilon": 0.2, "epsilon_high": 0.2}),
+    'loss_type = "dr_grpo"': ("dr_grpo", {"epsilon": 0.2, "epsilon_high": 0.2}),
+    'loss_type = "dapo"\nepsilon = 0.1': ("grpo", {"epsilon": 0.1, "epsilon_high": 0.1}),
+    'epsilon_high = 0.28\nloss_type = "dapo"': ("grpo", {"epsilon": 0.2, "epsilon_high": 0.28}),
+    'epsilon_high = 0.28\nepsilon = 0.1\nloss_type = "dr_grpo"': ("dr_grpo", {"epsilon": 0.1, "epsilon_high": 0.28}),
+    'loss_type = "cispo"\nepsilon_high = 2.0': ("cispo", {"ratio_cap": 2.0}),
+    "epsilon = 0.1": ("grpo", {"epsilon": 0.1, "epsilon_high": 0.1}),  # TRL's default is dapo
+    "delta = 4.0": ("grpo", {"epsilon": 0.2, "epsilon_high": 0.2, "delta": 4.0}),
+    'loss = "cispo"\nepsilon_high = 2': ("cispo", {"ratio_cap": 2}),
+    'loss = "losses:gspo"\nepsilon = 1e-3': ("losses:gspo", {"epsilon": 1e-3, "epsilon_high": 1e-3}),
 }
 
 
 @pytest.mark.parametrize("lines", LOSSES)
 def test_losses_of_trl_keep_their_meaning(lines, tmp_path):
     text = f'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\nseed = 0\n{lines}\n'
-    t = load(tmp_path, text).trainer
-    assert (t.loss, t.epsilon, t.epsilon_high, t.ratio_cap, t.delta) == LOSSES[lines]
+    trainer = load(tmp_path, text).trainer
+    assert (trainer.loss, trainer.loss_args) == LOSSES[lines]
+
+
+FORMER = {  # lines of [trainer] as this project's former versions had them -> loss_args, importance, importance_args
+    'loss = "grpo"\nepsilon = 0.1\nepsilon_high = 0.0\ndelta = 0.0': ({"epsilon": 0.1}, "", {}),
+    "ratio_cap = 5.0\nicepop_low = 0.5\ndppo_mask = 0.2\ndppo_kl = 0.001": ({}, "", {}),  # as in an old config.toml
+    'loss = "losses:icepop"\nicepop_low = 0.4\nratio_cap = 3.0': ({"icepop_low": 0.4, "ratio_cap": 3.0}, "", {}),
+    'loss = "losses:dppo"\ndppo_mask = 0.1\ndppo_kl = 0.0': ({"dppo_mask": 0.1, "dppo_kl": 0.0}, "", {}),
+    'loss = "grpo"\nratio_cap = 3.0': ({"ratio_cap": 3.0}, "", {}),  # kept, so that the loss refuses it
+    'importance = "losses:token_mask"\nimportance_high = 2.0': ({}, "importance:token_mask", {"high": 2.0}),
+    "importance_low = 0.0\nimportance_high = 0.0": ({}, "", {}),
+    'importance = "mine:weight"\nimportance_low = 0.5\nimportance_args = { low = 0.6 }': (
+        {}, "mine:weight", {"low": 0.6},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", FORMER)
+def test_former_keys_of_ours_keep_their_meaning(lines, tmp_path):
+    old = 'keep = ""\nextra_groups = ""'  # as in a former run's config.toml
+    text = f'model = "m"\n[env]\nid = "x"\n[orchestrator]\n{old}\n[trainer]\n{lines}\n'
+    trainer = load(tmp_path, text).trainer
+    assert (trainer.loss_args, trainer.importance, trainer.importance_args) == FORMER[lines]
+
+
+def test_an_override_of_a_loss_argument_leaves_the_others(tmp_path):
+    text = 'model = "m"\n[env]\nid = "x"\n[trainer]\nloss = "grpo"\nepsilon = 0.1\nloss_args = { delta = 4.0 }\n'
+    assert load(tmp_path, text).trainer.loss_args == {"epsilon": 0.1, "delta": 4.0}
+    both = load(tmp_path, text, "trainer.loss_args.delta=3.0")
+    assert both.trainer.loss_args == {"epsilon": 0.1, "delta": 3.0}
+    assert load(tmp_path, configs.to_toml(both)).trainer == both.trainer
+    with pytest.raises(RunError, match="'trainer.loss_args' = 3: must be a table"):
+        load(tmp_path, text, "trainer.loss_args=3")
 
 
 def test_what_is_given_by_our_name_holds(tmp_path):
     text = 'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\nloss_type = "cispo"\neval_strategy = "steps"\n'
-    cfg = load(tmp_path, text, "trainer.ratio_cap=3", "eval.every=9")
-    assert cfg.trainer.ratio_cap == 3.0 and cfg.eval.every == 9
+    cfg = load(tmp_path, text, "trainer.loss_args.ratio_cap=3.0", "eval.every=9")
+    assert cfg.trainer.loss_args == {"ratio_cap": 3.0} and cfg.eval.every == 9
     assert load(tmp_path, text, "trainer.loss=grpo").trainer.loss == "grpo"
     # an override also holds against an old name that comes after its own place in the file
     both = f"max_steps = 9\n{text}max_steps = 500\nlearning_rate = 1e-6\n[trainer]\nlearning_rate = 3e-5\n"
@@ -218,15 +250,16 @@ def test_what_is_given_by_our_name_holds(tmp_path):
 
 def test_old_names_are_tested_and_lead_to_keys_that_there_are():
     tested = {line.split()[0] for line in OLD_NAMES}
-    names = {name for name in old_names.REFUSED if isinstance(name, str)}
+    names = {name for name in vf_rl.REFUSED if isinstance(name, str)}
     assert names - tested <= {
         "num_epochs", "num_train_epochs", "gae_lambda", "scale_rewards", "shuffle_dataset", "vllm_server_host",
         "vllm_server_port", "use_liger_kernel",
     }  # fmt: skip
     schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
     known = set(configs.flatten(schema))
-    meant = {key for values in old_names.VALUES.values() for keys in values.values() for key in keys}
-    assert {*old_names.RENAMED.values(), *meant} <= known
+    meant = {key for values in vf_rl.VALUES.values() for keys in values.values() for key in keys}
+    former = {f"trainer.{name}" for name in (*vf_rl.FORMER, "importance_low", "importance_high")}
+    assert not former & known and {*vf_rl.RENAMED.values(), *meant} <= known | former
 
 
 def test_flags_of_vllm_that_launch_sets_are_refused(tmp_path):
@@ -234,7 +267,7 @@ def test_flags_of_vllm_that_launch_sets_are_refused(tmp_path):
     assert load(tmp_path, text).inference.args == ONE_DEVICE | {"tensor_parallel_size": 2}
     with pytest.raises(RunError, match="multiple of inference.args.tensor_parallel_size = 2"):
         load(tmp_path, text.replace("gpus = 2", "gpus = 3"))
-    with pytest.raises(RunError, match="'max_model_len'.*set by launch.sh"):
+    with pytest.raises(RunError, match="inference.args.max_model_len': .*not set by launch.sh"):
         load(tmp_path, text.replace("tensor_parallel_size", "max_model_len"))
     with pytest.raises(RunError, match="trainer.head_dtype' = 'fp32': must be left out with inference.args.hf_over"):
         load(tmp_path, text, "trainer.head_dtype=fp32", "inference.args.hf_overrides={a = 1}")
@@ -255,7 +288,15 @@ MUTANTS = {  # override -> what the error must name
     "orchestrator.buffer=shuffle": "'orchestrator.buffer'.*'orchestrator.order'",
     "orchestrator.retire_after=3": "retire_after' = 3.*orchestrator.order = ''",
     "orchestrator.curriculum={easy=[0, 9]}": "curriculum.*orchestrator.order",
-    "trainer.loss=gspo": "'trainer.loss'.*cispo",
+    "trainer.loss=gspo": "'trainer.loss' = 'gspo': must be one of .'cispo', 'grpo', 'dr_grpo', 'module:function'.",
+    "trainer.loss=losses:": "'trainer.loss' = 'losses:': must be one of",
+    "trainer.loss=sft": "'trainer.loss' = 'sft': leave it out: demonstrations .*ce = 1.0",
+    "orchestrator.keep=mine:keep": "'orchestrator.keep' = 'mine:keep': .*a method of orchestrator.order's class",
+    "orchestrator.extra_groups=mine:replay": "'orchestrator.extra_groups'.*a method of orchestrator.order's class",
+    "trainer.importance_args.high=2.0": "importance_args' = {'high': 2.0}: must be left out without trainer.importance",
+    "trainer.minibatches=0": "'trainer.minibatches' = 0: must be above 0",
+    "orchestrator.generation_timeout=900": "generation_timeout' = 900.0: must be below watchdog = 900.0",
+    "tracker=mlflow": "'tracker' = 'mlflow': must be one of",
     "trainer.batch_timeout_s=9": "'trainer.batch_timeout_s'.*'trainer.sync_timeout_s'",
     "evl.every=3": "'evl.every'.*'.*every'",
     "trainer.args.lerning_rate=1": "'trainer.lerning_rate'.*'trainer.learning_rate'",
@@ -284,8 +325,8 @@ MUTANTS = {  # override -> what the error must name
     "max_seq_len=16": "max_tokens' = 16.*max_seq_len = 16",
     "seed=-1": "'seed'.*at least 0",
     "model=3": "'model'.*must be a string",
-    "model=": "'model' = ''.*must be like",
-    "env.id=": "'env.id' = ''.*must be like",
+    "model=": "'model' = '': must be given",
+    "env.id=": "'env.id' = '': must be given",
     "env.args=3": "'env.args' = 3.*must be a table",
     "orchestrator.rollouts_per_example=1": "'orchestrator.rollouts_per_example' = 1.*at least 2",
     "orchestrator.batch_size=18": "'orchestrator.batch_size' = 18.*a multiple of orchestrator.rollouts_per_example = 4",
@@ -310,16 +351,16 @@ MUTANTS = {  # override -> what the error must name
     "seed=4294967296": "'seed'.*at most 4294967295",
     "inference.args.tensor_parallel_size=0": "'inference.gpus' = 1.*tensor_parallel_size = 0",
     'inference.args.tensor_parallel_size="2"': "'inference.gpus' = 1.*tensor_parallel_size = '2'",
-    'inference.urls=["localhost:8000"]': "inference.urls.*localhost:8000.*https",
+    'inference.urls=["localhost:8000"]': "inference.urls.*localhost:8000.*http://host:port",
     "inference.args.foo=1979-05-27": "'inference.args' = .*'foo'.*without dates",
     "inference.port=70000": "'inference.port'.*at most 65535",
     "watchdog=1e17": "'watchdog'.*at most 1000000000",
     "inference.startup_timeout=1e16": "'inference.startup_timeout'.*at most 1000000000",
     "max_steps=1000000": "'max_steps'.*at most 999999",
-    "inference.args.max-model-len=9": "inference.args.*max-model-len.*must be like",
+    "inference.args.max-model-len=9": "inference.args.*max-model-len.*must be a flag of vLLM, written with _",
     "inference.startup_timeout=0.00001": "'inference.startup_timeout'.*at least 1",  # bash does not know 1e-05
     "inference.sleep=true": "'inference.sleep' = True.*left out with orchestrator.max_staleness = 1",
-    "orchestrator.order=shuffled": "'orchestrator.order'.*module:function",
+    "orchestrator.order=shuffled": "'orchestrator.order'.*module:class",
     "env=3": "'env' = 3: unknown",
     "run_name=..": "run_name' = '..'.*directory",
     "run_name=/tmp/elsewhere": "run_name' = '/tmp/elsewhere'.*directory",
@@ -364,9 +405,14 @@ def test_no_file_and_no_toml(tmp_path):
 def test_every_key_is_read_somewhere():
     """A key that nothing reads is a promise that nothing keeps."""
     schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
-    rules = schema.pop("limits")["rules"]  # what allows another key is read there
-    files = [*ROOT.glob("*.py"), *ROOT.glob("configs/*.py"), *ROOT.glob("tools/*.py"), ROOT / "launch.sh"]
-    code = "".join(path.read_text() for path in files if path.name != "old_names.py") + str([x[2] for x in rules])
+    files = [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("configs/*.py"),
+        *ROOT.glob("configs/runtime/*.py"),
+        *ROOT.glob("tools/*.py"),
+        ROOT / "launch.sh",
+    ]
+    code = "".join(path.read_text() for path in files)
     for key in configs.flatten(schema):
         name = key.rpartition(".")[2]
         table = key.rpartition(".")[0] or "run"
@@ -388,18 +434,18 @@ def test_several_environments_are_told_apart(tmp_path):
     assert again.env == both.env and configs.to_toml(again) == configs.to_toml(both)
 
 
-def test_rules_are_about_keys_that_there_are():
-    """And every number has a lower limit: none is below 0."""
-    losses = {"cispo", "grpo", "dr_grpo", "sft", *(f"losses:{name}" for name in ("gspo", "dppo", "icepop"))}
-    flags = {"inference.args.tensor_parallel_size", "inference.args.hf_overrides"}
-    for keys, must, other in configs.LIMITS["rules"]:
-        assert set(keys.split()) <= set(configs.DEFAULTS), keys
-        if must not in ("like", "above", "at least", "below", "at most") or type(other) is str and must != "like":
-            assert set(other.split()) <= {*configs.DEFAULTS, *flags, *losses}, other
-    low = {key for keys, must, _ in configs.LIMITS["rules"] for key in keys.split() if must in ("above", "at least")}
-    assert {key for key, value in configs.DEFAULTS.items() if type(value) in (int, float)} <= low
-    assert set(configs.LIMITS["fixed"].split()) <= {*configs.DEFAULTS, "env"}
-    assert set(configs.LIMITS["open"]) <= set(configs.DEFAULTS)
+@pytest.mark.parametrize("key", [key for key, value in configs.DEFAULTS.items() if type(value) in (int, float)])
+def test_no_number_may_be_negative(key, tmp_path):
+    with pytest.raises(RunError, match=f"key '{key}' = -1(.0)?: must be (above|at least) [012]") as e:
+        load(tmp_path, BASE.format(model="m"), f"{key}=-1")
+    assert e.value.code == CONFIG
+
+
+def test_every_table_and_every_fixed_key_is_known():
+    assert configs.OPEN <= set(configs.DEFAULTS)
+    assert set(configs.runtime.directory.FIXED.split()) <= {*configs.DEFAULTS, "env"}
+    tables = {f"run.{key}".split(".")[-2] for key in configs.DEFAULTS}
+    assert tables == set(configs.TABLES)
 
 
 def test_an_empty_table_is_as_if_it_was_left_out(tmp_path):
@@ -446,8 +492,8 @@ def test_a_module_that_cannot_be_imported_is_an_error_of_the_configuration(body,
     monkeypatch.syspath_prepend(tmp_path)
     name = f"broken{abs(hash(body))}"
     (tmp_path / f"{name}.py").write_text(body)
-    with pytest.raises(RunError, match=f"'{name}:f' is no module:function that can be used: ") as e:
-        configs.named(f"{name}:f", {})
+    with pytest.raises(RunError, match=f"'{name}:f' cannot be used as module:function: ") as e:
+        configs.find(f"{name}:f")
     assert e.value.code == 2
 
 
@@ -494,8 +540,8 @@ def test_the_saved_configuration_runs_again(tmp_path, monkeypatch):
 def test_another_run_of_that_name_is_refused_where_the_run_is_complete(tmp_path):
     (tmp_path / "run.toml").write_text("model = 'm'\nenv.id = 'x'\nmax_steps = 2\n")
     cfg = load_config(tmp_path / "run.toml", place := [f"output_dir={tmp_path}"])
-    (run_path(cfg) / "done").write_text("2")
-    (run_path(cfg) / "identity").write_text(json.dumps(configs.identity(cfg)) + "\n")
+    (run_directory(cfg) / "done").write_text("2")
+    (run_directory(cfg) / "identity").write_text(json.dumps(identity(cfg)) + "\n")
     assert "already complete" in launch(tmp_path / "run.toml", *place).stdout
     other = launch(tmp_path / "run.toml", *place, "seed=3", check=False)
     assert other.returncode == 2 and "another run_name" in other.stderr.splitlines()[-1]
@@ -504,17 +550,21 @@ def test_another_run_of_that_name_is_refused_where_the_run_is_complete(tmp_path)
 def test_a_replay_of_other_batches_is_another_run(tmp_path):
     (tmp_path / "run.toml").write_text("model = 'm'\nenv.id = 'x'\n")
     none, first, other = [load_config(tmp_path / "run.toml", (), replay) for replay in (None, tmp_path, tmp_path / "x")]
-    assert len({json.dumps(configs.identity(cfg)) for cfg in (none, first, other)}) == 3
-    configs.refuse_other(configs.identity(first), first, "it")
-    with pytest.raises(RunError, match="it is of another run: replay was .*, now ") as e:
-        configs.refuse_other(configs.identity(first), other, "it")
+    assert len({json.dumps(identity(cfg)) for cfg in (none, first, other)}) == 3
+    refuse_other(identity(first), first, "it")
+    with pytest.raises(RunError, match="it belongs to another run: replay was .*, now ") as e:
+        refuse_other(identity(first), other, "it")
     assert e.value.code == 2
 
 
 def test_a_cause_that_is_no_text_is_told(tmp_path):
     """A lone surrogate, as json.loads gives it of a model's tool call."""
-    code = "import configs\ndef main(argv):\n    raise configs.RunError(4, 'lost \\ud800')\nconfigs.run_role('x', main)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    (tmp_path / "lossy.py").write_text(
+        "from configs.runtime.role import DATA, RunError\ndef main(argv):\n    raise RunError(DATA, 'lost \\ud800')\n"
+    )
+    code = "from configs.runtime.role import run_role; run_role('x', 'lossy')"
+    env = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 4 and "[x] exit=4 lost \\ud800" in done.stderr, done.stderr
 
 
@@ -524,35 +574,9 @@ def test_an_override_leaves_what_is_beside_it(tmp_path):
     assert cfg.env[0].args == {"task": ["a"], "config": {"gcd": {"most": 7, "least": 2}, "lcm": {"most": 9}}}
 
 
-def for_launch(*args):
-    """What launch.sh gets -> {name: text}."""
-    command = [sys.executable, str(ROOT / "configs" / "__init__.py"), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-    assert done.returncode == 0, done.stderr
-    return dict(line.split("=", 1) for line in done.stdout.splitlines())
-
-
-def test_what_launch_gets(tmp_path):
+@pytest.mark.parametrize("wrong", ["--rep=x", "--chec", "--chec=x"])
+def test_options_that_are_no_options_are_refused(wrong, tmp_path, capsys):
     (tmp_path / "some.toml").write_text(VF_RL)
-    place = f"output_dir={tmp_path}/a b"
-    words = for_launch(tmp_path / "some.toml", place, "inference.args.enforce_eager=false")
-    assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search')" and words["trainer_gpus"] == "(1)"
-    assert words["run_max_steps"] == "(500)" and words["sends_adapters"] == "(True)"
-    assert "--enable-auto-tool-choice --tool-call-parser hermes --no-enforce-eager" in words["inference_flags"]
-    more = [place, "inference.args.hf_overrides={a = 1}", "inference.args.cudagraph_capture_sizes=[1, 2]"]
-    flags = shlex.split(for_launch(tmp_path / "some.toml", *more)["inference_flags"].strip("()"))
-    assert flags[flags.index("--cudagraph-capture-sizes") + 1 :][:2] == ["1", "2"]
-    assert json.loads(flags[flags.index("--hf-overrides") + 1]) == {"a": 1}
-    words = for_launch(tmp_path / "some.toml", place, "max_steps=0")
-    assert words["run_dir"] == f"('{tmp_path}/a b/wiki-search-check')"  # of --check
-
-
-@pytest.mark.parametrize("wrong", ["--rep=x", "--chec", "inference.args.hf_override-s=xx"])
-def test_what_launch_asks_is_refused(wrong, tmp_path):
-    (tmp_path / "some.toml").write_text(VF_RL)
-    command = [sys.executable, str(ROOT / "configs" / "__init__.py"), str(tmp_path / "some.toml"), wrong]
-    more = ["trainer.head_dtype=fp32", f"output_dir={tmp_path}/out"]
-    done = subprocess.run(command + more, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)})
-    name = wrong.split("=")[0].split(".")[-1]
-    assert done.returncode == 2 and name in done.stderr.splitlines()[-1] and not done.stdout
-    assert "--check: look for" in launch(tmp_path / "some.toml", "--replay", "x", check=False).stdout
+    with pytest.raises(SystemExit) as e:
+        configs.arguments("doc", [str(tmp_path / "some.toml"), wrong])
+    assert e.value.code == CONFIG and wrong.split("=")[0] in capsys.readouterr().err.splitlines()[-1]

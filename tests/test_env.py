@@ -151,7 +151,7 @@ def test_functions_of_a_group_see_all_its_rollouts():
     assert scores[1][1] == {"best": 1.0, "names_states": 1.0}
     for kind in (Rubric, GroupRubric):
         assert asyncio.run(kind([alone]).score_group(states)) == []
-    wrong = {"no number for each of 3": [[1.0], 1.0, None], "no finite number": [[1.0, None, 2.0]]}
+    wrong = {"not a number for each of 3": [[1.0], 1.0, None], "no finite number": [[1.0, None, 2.0]]}
     for problem, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match=f"reward function <lambda> returned .*{problem}"):
@@ -193,7 +193,7 @@ def test_rewards_by_turn_add_up_and_the_rest_counts_at_the_last_turn():
         numbers = TurnRubric([lambda completion, kind=kind: [kind(x) for x in each(completion)]])
         metrics = play(Echo(ROWS, max_turns=3, rubric=numbers), ROWS[0], "1", "2", "3")[2]
         assert json.dumps(metrics) == '{"<lambda>": 6.0}'
-    with pytest.raises(DataError, match="<lambda> has 2 rewards for 3 turns"):
+    with pytest.raises(DataError, match="<lambda> returned 2 rewards for 3 turns"):
         play(Echo(ROWS, max_turns=3, rubric=TurnRubric([each, lambda: [1.0, 2.0]])), ROWS[0], "1", "2", "3")
     with pytest.raises(ValueError, match="each returned .1.0, 2.0, 3.0., no finite number"):
         play(Echo(ROWS, max_turns=3, rubric=Rubric([each])), ROWS[0], "1", "2", "3")
@@ -358,7 +358,7 @@ def test_calls_that_the_server_cannot_read_go_back_as_text():
     env = ToolEnv(ROWS, [add], max_turns=3)
     state, _, _ = play(env, ROWS[0], '<tool_call>{"name": "add", "arg', "4")
     assert [m["role"] for m in state["completion"]] == ["assistant", "user", "assistant"]
-    assert state["completion"][1]["content"].startswith("error: the tool call is no valid JSON")
+    assert state["completion"][1]["content"].startswith("error: the tool call is not valid JSON")
     assert len(state["asked"]) == 2
 
 
@@ -519,7 +519,7 @@ def test_environments_load_by_name(tmp_path, monkeypatch):
     (tmp_path / "mine.toml").write_text((ROOT / "configs" / "reverse_text.toml").read_text())
     load_config(tmp_path / "mine.toml")
     assert len(load_environment("reverse_text", {"num_train": 9, "num_eval": 3}).dataset) == 9
-    (tmp_path / "my_task.py").write_text((ROOT / "configs" / "reverse_text.py").read_text())
+    (tmp_path / "my_task.py").write_text((ROOT / "configs" / "tasks" / "reverse_text.py").read_text())
     assert load_environment("someone/my-task", {"num_train": 5}).dataset[0]["answer"]
     with pytest.raises(ModuleNotFoundError, match="no_such_task"):
         load_environment("no-such-task", {})

@@ -1,4 +1,4 @@
-"""Three tasks and what they stand on: wordle, reasoning_gym_env and judge_style; parsers and the judge."""
+"""Three tasks and what they stand on: wordle, reasoning_gym and judge_style; parsers and the judge."""
 
 import asyncio
 import re
@@ -112,7 +112,7 @@ def test_wordle_demonstrations_are_legal():
 
 
 def test_reasoning_gym_does_not_hide_its_package(rg):
-    load_environment("reasoning_gym_env", {"num_train": 4, "num_eval": 2})
+    load_environment("reasoning_gym", {"num_train": 4, "num_eval": 2})
     assert hasattr(sys.modules["reasoning_gym"], "create_dataset")
 
 

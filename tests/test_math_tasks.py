@@ -273,7 +273,7 @@ def test_another_user_gets_the_same(box):
         codes = [
             f"# {marker}\n{code}" for code in (f"CASE = {files_case(home)}\n{FILES}", ATTACKS["daemon that hides"])
         ]
-        program = f"{(ROOT / 'configs' / 'sandbox.py').read_text()}\nbox = Sandbox({[str(home)]!r}, timeout_s=2)\n"
+        program = f"{(ROOT / 'configs' / 'environments' / 'sandbox.py').read_text()}\nbox = Sandbox({[str(home)]!r}, timeout_s=2)\n"
         program += f"print(json.dumps([box.run(code) for code in {codes!r}]))"
         done = subprocess.run(
             [*user, python, "-I", "-"], input=program, text=True, capture_output=True, cwd="/", env={"HOME": str(home)}
@@ -415,7 +415,7 @@ def test_rows_from_a_file(contained, tmp_path):
 
 
 def test_gsm8k_scores_answer_and_format():
-    env = gsm8k.load_environment(path=str(ROOT / "configs" / "gsm8k_sample.jsonl"))
+    env = gsm8k.load_environment(path=str(ROOT / "configs" / "tasks" / "gsm8k_sample.jsonl"))
     assert [len(env.dataset), len(env.eval_dataset)] == [32, 8] and env.dataset[0]["answer"] == "53"
     good = "<reasoning>\n4*12+5\n</reasoning>\n<answer>\n$53.00\n</answer>"
     row = env.dataset[0]
@@ -481,7 +481,7 @@ def test_gsm8k_without_a_path_is_the_dataset(monkeypatch):
 
 
 def test_the_sample_is_right():
-    lines = [json.loads(line) for line in (ROOT / "configs" / "gsm8k_sample.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (ROOT / "configs" / "tasks" / "gsm8k_sample.jsonl").read_text().splitlines()]
     assert len({row["question"] for row in lines}) == 40
     for row in lines:
         assert row["question"].isascii() and len(row["question"]) <= 120

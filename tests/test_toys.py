@@ -78,14 +78,14 @@ def load_environment(rows=()):
 
 @pytest.fixture
 def prepare(tmp_path):
-    """prepare("table.key=value", ...) -> CompletedProcess of tiny_model.py for TASK, the model's directory."""
+    """prepare("table.key=value", ...) -> CompletedProcess of models/toy.py for TASK, the model's directory."""
     (tmp_path / "quick.py").write_text(TASK)
     text = f'model = "{tmp_path}/models/quick"\noutput_dir = "{tmp_path}"\n[env]\nid = "quick"\n'
     rl = "ratio_cap = 3.0\ngamma = 0.9\nbeta = 0.3\nref_sync_steps = 5"  # the warm-up takes none of it
     (tmp_path / "quick.toml").write_text(f"{text}[trainer]\nmicro_batch_size = 1\n{rl}\n")
 
     def go(*overrides):
-        command = [sys.executable, str(ROOT / "configs" / "tiny_model.py"), str(tmp_path / "quick.toml"), *overrides]
+        command = [sys.executable, str(ROOT / "configs" / "models" / "toy.py"), str(tmp_path / "quick.toml"), *overrides]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         return done, tmp_path / "models" / "quick"
 

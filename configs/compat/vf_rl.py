@@ -1,9 +1,10 @@
-"""Names of vf-rl's [trainer.args] table and of TRL's GRPOTrainer, and what they are here.
+"""Translates names from vf-rl's [trainer.args] table, from TRL's GRPOTrainer and from former versions of this project.
 
-configs/__init__.py reads this for a file with a [trainer.args] table and for no other. A name gets the meaning that it
-has there, or is refused with what to write instead; but a number (eval_steps, ref_model_sync_steps) also turns on what
-it is for. Names of ours under [trainer] are taken as they are."""
+A name under [trainer.args] keeps the meaning it has there, or is refused with a hint on what to write instead. There is
+one difference: a number (eval_steps, ref_model_sync_steps) also turns on what it belongs to. Our own names are accepted
+there as well."""
 
+from configs import merged
 from configs.runtime.role import CONFIG, RunError
 
 RENAMED = {
@@ -40,15 +41,15 @@ RENAMED = {
     "ref_model_sync_steps": "trainer.ref_sync_steps",
     "ref_model_mixup_alpha": "trainer.ref_sync_alpha",
     "vllm_server_timeout": "inference.startup_timeout",
-    "vllm_importance_sampling_clip_max": "trainer.importance_args.high",
-    "vllm_importance_sampling_clip_min": "trainer.importance_args.low",
+    "vllm_importance_sampling_clip_max": "trainer.importance_high",
+    "vllm_importance_sampling_clip_min": "trainer.importance_low",
 }
 
-# name -> value (as text) -> the keys that it stands for; another value is refused
+# {name: {value as text: the keys that it stands for}}; any other value is refused.
 VALUES = {
     "bf16": {"True": {"trainer.dtype": "bf16"}, "False": {"trainer.dtype": "fp32"}},
     "fp16": {"True": {"trainer.dtype": "fp16"}, "False": {}},
-    # without eval_steps and ref_model_sync_steps: the numbers that Transformers and TRL have then
+    # The numbers that Transformers and TRL use if there is no eval_steps or ref_model_sync_steps.
     "eval_strategy": {"steps": {"eval.every": 500}, "no": {"eval.every": 0}},
     "save_strategy": {"steps": {}, "no": {"checkpoint.every": 0}},
     "sync_ref_model": {
@@ -79,85 +80,140 @@ VALUES = {
     "logging_steps": {"1": {}},
 }
 
+OFF_POLICY_MASK = 'set trainer.importance = "importance:off_policy_mask" and trainer.importance_args = { high = ... }'
 LEAVE_OUT_PENALTY = "leave it out: it changes the distribution token by token; see orchestrator.sampling"
-BY_TOKENS = "set orchestrator.batch_size (rollouts per step); a batch is cut up by tokens, see trainer.micro_batch_size"
+BY_TOKENS = "set orchestrator.batch_size (rollouts per step); trainer.micro_batch_size sets how many tokens fit at once"
 
-# name, or (name, value) -> what to write instead
+# {name, or (name, value): what to write instead}
 REFUSED = {
-    ("loss_type", "grpo"): 'TRL takes a mean per sequence first, which is not here; "dapo" is the mean over all tokens',
-    ("loss_type", "bnpo"): 'TRL takes the mean over the tokens of a local batch; "dapo" is that of the whole step',
+    ("loss_type", "grpo"): 'its mean per sequence does not exist here; "dapo" takes the mean over all tokens',
+    ("loss_type", "bnpo"): 'its mean over a local batch does not exist here; "dapo" takes the mean over the whole step',
     ("importance_sampling_level", "sequence"): 'leave it and loss_type out: set trainer.loss = "losses:gspo"',
     ("vllm_importance_sampling_correction", "True"): 'set vllm_importance_sampling_mode, e.g. "sequence_mask"',
-    "off_policy_mask_threshold": 'set trainer.importance = "losses:off_policy_mask" and trainer.importance_high',
-    "router_aux_loss_coef": "leave it out: there is no auxiliary loss for a router here",
-    "mask_ratio_low": 'leave it out: set trainer.loss = "losses:icepop" and trainer.icepop_low',
-    "mask_ratio_high": 'leave it out: set trainer.loss = "losses:icepop" and trainer.ratio_cap',
+    "off_policy_mask_threshold": OFF_POLICY_MASK,
+    "router_aux_loss_coef": "leave it out: routers have no auxiliary loss here",
+    "mask_ratio_low": 'set trainer.loss = "losses:icepop" and trainer.loss_args = { icepop_low = ... }',
+    "mask_ratio_high": 'set trainer.loss = "losses:icepop" and trainer.loss_args = { ratio_cap = ... }',
     "per_device_train_batch_size": BY_TOKENS,
     "gradient_accumulation_steps": BY_TOKENS,
     "generation_batch_size": "set orchestrator.max_concurrent (rollouts under way)",
-    "per_device_eval_batch_size": "leave it out: see orchestrator.max_concurrent; eval.num_examples sets eval's size",
+    "per_device_eval_batch_size": "leave it out: see orchestrator.max_concurrent and eval.num_examples",
     "ds3_gather_for_generation": "leave it out: weights are always gathered; see trainer.sync_backend",
-    "log_completions": "leave it out: every rollout is in rollouts.jsonl; show_every sets how often one is shown",
-    "num_completions_to_print": "set show_every; every rollout is in rollouts.jsonl",
+    "log_completions": "leave it out: rollouts.jsonl has every rollout; show_every sets how often one is shown",
+    "num_completions_to_print": "set show_every; rollouts.jsonl has every rollout",
     "num_epochs": "set max_steps",
     "num_train_epochs": "set max_steps",
     "gae_lambda": "leave it out: there is no critic; see trainer.advantage",
     "scale_rewards": "set trainer.advantage: mean, std or batch_std",
-    "shuffle_dataset": "leave it out: the order is always a shuffle given by seed",
+    "shuffle_dataset": "leave it out: rows are always shuffled by seed",
     "vllm_server_host": "set inference.urls",
     "vllm_server_port": "set inference.port",
     "use_liger_kernel": "leave it out: the head is always computed in chunks",
     "use_liger": "leave it out: the head is always computed in chunks",
-    "adam_beta1": "leave it out: 0.9; see trainer.adam_beta2",
-    "save_only_model": "leave it out: checkpoints hold the optimizer, final/ the model alone",
-    "remove_unused_columns": "leave it out: rows keep what they have",
-    "log_on_each_node": "leave it out: rank 0 alone logs",
-    "lora_use_rslora": "leave it out; rank-stabilised: lora_alpha times the square root of lora_rank",
+    "adam_beta1": "leave it out: it is always 0.9; see trainer.adam_beta2",
+    "save_only_model": "leave it out: checkpoints include the optimizer, final/ is the model alone",
+    "remove_unused_columns": "leave it out: rows keep all their columns",
+    "log_on_each_node": "leave it out: only rank 0 logs",
+    "lora_use_rslora": "leave it out; for the same scale, multiply lora_alpha by the square root of lora_rank",
     "presence_penalty": LEAVE_OUT_PENALTY,
     "frequency_penalty": LEAVE_OUT_PENALTY,
 }
 
 PREFIX = "trainer.args."
+# Keys of former versions that are keyword arguments of the loss now, with their former defaults, which are the losses'
+# own today.
+FORMER = {
+    "epsilon": 0.0,
+    "epsilon_high": 0.0,
+    "delta": 0.0,
+    "ratio_cap": 5.0,
+    "icepop_low": 0.5,
+    "dppo_mask": 0.2,
+    "dppo_kl": 0.001,
+}
+# Former keys that have become something else: what to write instead. Empty ones are dropped.
+HOOKS = ("orchestrator.keep", "orchestrator.extra_groups")
+A_METHOD = "this is a method of orchestrator.order's class now: see orchestrator.Order"
+NO_CAP = "set epsilon_high as well, the cap of the ratio: e.g. 5.0 (TRL's own 0.2 would cap every token)"
+NO_SFT = "leave it out: demonstrations carry their own weight, ce = 1.0 on the tokens to imitate and mask = 0"
 
 
 def translate(given):
-    """{dotted key: value} of a file and its overrides -> the same with our names for those of [trainer.args].
+    """Returns {dotted key: value} of a file and its overrides with today's names for all the names above.
 
-    RunError 2 for what is refused. Of two names for one key ours holds, else the later, with exceptions in turn()."""
+    Raises RunError with CONFIG for a name that is refused. If two names stand for one key, ours counts; otherwise the
+    later one does, with the exceptions in turn()."""
+    return translate_former(translate_args(given))
+
+
+def translate_args(given):
+    """Replaces the names under [trainer.args]. What it returns may still have this project's former keys."""
     args = {key.removeprefix(PREFIX): value for key, value in given.items() if key.startswith(PREFIX)}
     loss = given.get("trainer.loss") or args.get("loss") or args.get("loss_type")
     if not loss and {"epsilon", "epsilon_high", "delta"} & set(args):
-        loss = "dapo"  # TRL's default; with ours they would do nothing
+        loss = "dapo"  # TRL's default loss; our default would not use these
         given = {PREFIX + "loss_type": loss} | given
-    has_cap = "epsilon_high" in args or "ratio_cap" in args or "trainer.ratio_cap" in given
+    has_cap = {"epsilon_high", "ratio_cap"} & set(args) or "trainer.ratio_cap" in given
+    has_cap = has_cap or "ratio_cap" in str(given.get("trainer.loss_args"))
     if loss == args.get("loss_type") == "cispo" and not has_cap:
-        refuse(
-            "loss_type", loss, "set epsilon_high, too, the cap of the ratio: e.g. 5.0 (TRL's own 0.2 caps all tokens)"
-        )
+        refuse("loss_type", loss, NO_CAP)
     ours = {}
     for key, value in sorted(given.items(), key=turn):
         name = key.removeprefix(PREFIX)
         if name == key:
             ours[key] = value
-        elif instead := REFUSED.get(name) or REFUSED.get((name, str(value))):
+            continue
+        instead = REFUSED.get(name) or REFUSED.get((name, str(value)))
+        if instead:
             refuse(name, value, instead)
-        elif name in VALUES:
+        if name in VALUES:
             if str(value) not in VALUES[name]:
-                refuse(name, value, f"must be one of {list(VALUES[name])}")
+                refuse(name, value, f"must be one of ({', '.join(VALUES[name])})")
             ours |= VALUES[name][str(value)]
-        elif name == "epsilon" and "epsilon_high" not in args:  # TRL: both edges
-            ours |= {"trainer.epsilon": value, "trainer.epsilon_high": value}
-        elif name == "epsilon_high" and loss == "cispo":  # TRL: no edge, but the cap
+        elif name == "epsilon" and "epsilon_high" not in args:  # in TRL it is both edges then
+            ours["trainer.epsilon"] = value
+            ours["trainer.epsilon_high"] = value
+        elif name == "epsilon_high" and loss == "cispo":  # in TRL it is the cap then
             ours["trainer.ratio_cap"] = value
         else:
             ours[RENAMED.get(name, f"trainer.{name}")] = value
     return ours
 
 
+def translate_former(given):
+    """Replaces the keys of this project's former versions, which a run's old config.toml has all of."""
+    ours = dict(given)
+    for key in HOOKS:
+        value = ours.pop(key, "")
+        if value:
+            refuse(key, value, A_METHOD)
+    if ours.get("trainer.loss") == "sft":
+        refuse("trainer.loss", "sft", NO_SFT)
+    importance = ours.get("trainer.importance")
+    if isinstance(importance, str) and importance.startswith("losses:"):
+        ours["trainer.importance"] = importance.replace("losses:", "importance:")
+    loss_args = {}
+    for name, default in FORMER.items():
+        value = ours.pop(f"trainer.{name}", default)
+        # One that was changed is kept even if the loss does not take it: the loss then refuses it.
+        if value != default:
+            loss_args[name] = value
+    importance_args = {}
+    for name in ("low", "high"):
+        value = ours.pop(f"trainer.importance_{name}", 0)
+        if value != 0:
+            importance_args[name] = value
+    for key, args in (("trainer.loss_args", loss_args), ("trainer.importance_args", importance_args)):
+        if args:
+            ours[key] = merged(args, ours.get(key, {}))
+    return ours
+
+
 def turn(item):
-    """For sorting. Our own names come last, and hold. What turns something on (sync_ref_model = true) comes first, so
-    that a number for it holds (ref_model_sync_steps = 9); what turns it off comes after, and holds against any number.
-    bf16 = false comes before all: it says fp32 where no fp16 = true says more."""
+    """The sorting key of a name and its value. Our own names come last, so that they win. What turns something on
+    (sync_ref_model = true) comes first, so that a number for it wins (ref_model_sync_steps = 9); what turns something
+    off comes after the numbers and wins over them. bf16 = false comes before everything: it means fp32, unless
+    fp16 = true says otherwise."""
     key, value = item
     stands_for = VALUES.get(key.removeprefix(PREFIX), {}).get(str(value))
     if not key.startswith(PREFIX):
@@ -170,4 +226,6 @@ def turn(item):
 
 
 def refuse(name, value, instead):
-    raise RunError(CONFIG, f"key '{PREFIX}{name}' = {value!r}: {instead}")
+    """Raises RunError for a key, or for a name under [trainer.args]."""
+    key = name if "." in name else PREFIX + name
+    raise RunError(CONFIG, f"key {key!r} = {value!r}: {instead}")

@@ -1,24 +1,30 @@
-"""Parsers: from what the policy wrote to what a reward function compares. Names and methods follow verifiers."""
+"""Parsers turn what the policy wrote into what a reward function compares. Names and methods follow verifiers."""
 
 import re
 from types import SimpleNamespace
 
 
 def assistant_texts(completion):
-    """Texts of the policy's own messages; a text stands for one message."""
+    """The texts of the policy's own messages; a text stands for one message."""
     if isinstance(completion, str):
         return [completion]
-    return [m if isinstance(m, str) else m.get("content") or "" for m in completion if not is_others(m)]
+    own = [message for message in completion if not is_others(message)]
+    return [message if isinstance(message, str) else message.get("content") or "" for message in own]
 
 
 def is_others(message):
     return isinstance(message, dict) and message["role"] != "assistant"
 
 
-class Parser:
-    """The whole text, through extract_fn. parse_answer takes the last message of the policy; None: no answer found."""
+def unchanged(text):
+    return text
 
-    def __init__(self, extract_fn=lambda text: text):
+
+class Parser:
+    """Parses the whole text with extract_fn. parse_answer parses the policy's last message; None means that there is no
+    answer."""
+
+    def __init__(self, extract_fn=unchanged):
         self.extract_fn = extract_fn
 
     def parse(self, text):
@@ -29,11 +35,11 @@ class Parser:
         return self.parse(texts[-1]) if texts else None
 
     def follows_format(self, text):
-        """-> 0 to 1."""
+        """Returns how well a text follows the format, from 0 to 1."""
         return 1.0
 
     def get_format_reward_func(self):
-        """A reward function: the mean of follows_format over the policy's messages."""
+        """Returns a reward function: the mean of follows_format over the policy's messages."""
 
         def format_reward(completion):
             texts = assistant_texts(completion)
@@ -43,35 +49,37 @@ class Parser:
 
 
 class ThinkParser(Parser):
-    """What follows </think>; without it, nothing: an unfinished thought is no answer."""
+    """Parses the text after </think>. Without it there is nothing to parse: an unfinished thought is no answer."""
 
     def parse(self, text):
-        return self.extract_fn(text.rpartition("</think>")[2].strip() if "</think>" in text else "")
+        answer = text.rpartition("</think>")[2].strip() if "</think>" in text else ""
+        return self.extract_fn(answer)
 
     def follows_format(self, text):
         thought, end, answer = text.strip().partition("</think>")
-        return float(thought.count("<think>") == 1 and thought.startswith("<think>") and end != "" and
-                     answer.strip() != "" and "think>" not in answer)  # fmt: skip
+        is_thought = thought.startswith("<think>") and thought.count("<think>") == 1
+        is_answer = answer.strip() != "" and "think>" not in answer
+        return float(is_thought and end != "" and is_answer)
 
 
 class XMLParser(Parser):
-    """Fields in XML tags, or tuples of tags that mean the same: XMLParser(["reasoning", ("code", "answer")])."""
+    """Parses fields in XML tags. Tags in a tuple mean the same: XMLParser(["reasoning", ("code", "answer")])."""
 
-    def __init__(self, fields, answer_field="answer", extract_fn=lambda text: text):
+    def __init__(self, fields, answer_field="answer", extract_fn=unchanged):
         super().__init__(extract_fn)
         self.fields = [(field,) if isinstance(field, str) else tuple(field) for field in fields]
         self.answer_field = answer_field
-        tags = [tag for field in self.fields for tag in field]
-        if len(set(tags)) != len(tags) or answer_field not in tags:
-            raise ValueError(f"XMLParser: answer_field {answer_field!r} must be one of distinct fields, not {tags}")
+        self.tags = [tag for field in self.fields for tag in field]
+        if len(set(self.tags)) != len(self.tags) or answer_field not in self.tags:
+            problem = f"answer_field {answer_field!r} must be one of distinct fields, not {self.tags}"
+            raise ValueError(f"XMLParser: {problem}")
 
     def parse(self, text, last=False):
-        """-> namespace with an attribute per tag: the first (or last) content, stripped, or None."""
+        """Returns a namespace with an attribute per tag: its first (or last) content, stripped, or None."""
         found = {}
-        for field in self.fields:
-            for tag in field:
-                contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
-                found[tag] = contents[-1 if last else 0].strip() if contents else None
+        for tag in self.tags:
+            contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
+            found[tag] = contents[-1 if last else 0].strip() if contents else None
         return SimpleNamespace(**found)
 
     def parse_answer(self, completion):
@@ -82,31 +90,44 @@ class XMLParser(Parser):
         return None
 
     def format(self, **values):
-        """The text that parses to these values."""
-        tags = [next((tag for tag in field if tag in values), None) for field in self.fields]
-        return "\n".join(f"<{tag}>\n{values[tag]}\n</{tag}>" for tag in tags if tag)
+        """Returns the text that parses to these values."""
+        lines = []
+        for field in self.fields:
+            given = [tag for tag in field if tag in values]
+            if given:
+                lines.append(f"<{given[0]}>\n{values[given[0]]}\n</{given[0]}>")
+        return "\n".join(lines)
 
     def get_format_str(self):
-        return "\n".join(f"<{'/'.join(field)}>\n...\n</{'/'.join(field)}>" for field in self.fields)
+        names = ["/".join(field) for field in self.fields]
+        return "\n".join(f"<{name}>\n...\n</{name}>" for name in names)
 
     def follows_format(self, text):
-        """Half for the share of fields that occur exactly once, half for nothing but the fields, in order."""
-        once = sum(
-            len(re.findall(f"<({'|'.join(f)})>(?:(?!<\\1>).)*?</\\1>", text, re.DOTALL)) == 1 for f in self.fields
-        )
-        tags = [f"<(?P<t{i}>{'|'.join(f)})>(?:(?!</?(?P=t{i})>).)*</(?P=t{i})>" for i, f in enumerate(self.fields)]
-        exact = re.fullmatch(r"\s*".join(tags), text.strip(), re.DOTALL) is not None
-        return (once / len(self.fields) + (exact and once == len(self.fields))) / 2
+        """Half is for the share of fields that occur exactly once, half for nothing but the fields, in order."""
+        num_once = 0
+        patterns = []
+        for i, field in enumerate(self.fields):
+            tags = "|".join(field)
+            found = re.findall(rf"<({tags})>(?:(?!<\1>).)*?</\1>", text, re.DOTALL)
+            if len(found) == 1:
+                num_once += 1
+            patterns.append(rf"<(?P<t{i}>{tags})>(?:(?!</?(?P=t{i})>).)*</(?P=t{i})>")
+        is_exact = re.fullmatch(r"\s*".join(patterns), text.strip(), re.DOTALL) is not None
+        is_exact = is_exact and num_once == len(self.fields)
+        return (num_once / len(self.fields) + float(is_exact)) / 2
 
 
 def extract_boxed_answer(text):
-    r"""The content of the last \boxed{...}, braces matched, or the whole text without one."""
+    r"""Returns the content of the last \boxed{...}, with balanced braces, or the whole text if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return text
     depth = 0
-    for i in range(start + 6, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    for i in range(start + len("\\boxed"), len(text)):
+        if text[i] == "{":
+            depth += 1
+        if text[i] == "}":
+            depth -= 1
         if depth == 0:
-            return text[start + 7 : i]
+            return text[start + len("\\boxed{") : i]
     return text

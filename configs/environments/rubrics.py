@@ -1,15 +1,15 @@
-"""Rubrics for more than a number per rollout.
+"""Rubrics for more than one number per rollout.
 
-def rare(completions):                               # of a whole group, the rollouts of one row
+def rare(completions):                               # sees a whole group: all rollouts of one row
     texts = [completion[-1]["content"] for completion in completions]
     return [1 / texts.count(text) for text in texts]
 
-rubric = GroupRubric([correct, rare], [1.0, 0.2])    # rubrics=[JudgeRubric()]: and the functions of others
+rubric = GroupRubric([correct, rare], [1.0, 0.2])    # rubrics=[JudgeRubric()] adds the functions of other rubrics
 
-def shorter(completion):                             # of each turn of a rollout
+def shorter(completion):                             # rewards each turn of a rollout
     return [1 / len(message["content"]) for message in completion if message["role"] == "assistant"]
 
-rubric = TurnRubric([correct, shorter])              # a number is the last turn's
+rubric = TurnRubric([correct, shorter])              # a single number belongs to the last turn
 """
 
 import copy
@@ -23,10 +23,16 @@ def sees_group(func):
     return not PLURALS.isdisjoint(parameters(func))
 
 
+def weight_at(weight, step):
+    """A weight's value at a step; it may be a number or a function."""
+    return float(weight(step) if callable(weight) else weight)
+
+
 class GroupRubric(Rubric):
-    """A function that names a plural (completions, states, ...) gets a list of it, of the other names what the first
-    rollout has, and returns a number for each rollout. The others are as in env.Rubric. Only rollouts that have a
-    reward by then are seen; where such a function fails, none of them has one."""
+    """A function that names a plural (completions, states, ...) gets a list of it with an entry for each rollout of the
+    group, and the first rollout's value of any other name. It returns a number for each rollout. Other functions work
+    as in env.Rubric. Only rollouts that have a reward by then are in the lists; if such a function fails, none of them
+    keeps its reward."""
 
     async def score(self, state):
         alone = copy.copy(self)
@@ -34,35 +40,46 @@ class GroupRubric(Rubric):
         return await super(GroupRubric, alone).score(state)
 
     async def score_group(self, states):
-        parts = [part for part in self.parts if states and sees_group(part[0])]
-        scores = [(0.0, {}) for _ in states if parts]
-        have = {plural: [state.get(plural[:-1]) for state in states] for plural in PLURALS} | {"states": states}
-        have |= {"state": states[0]} if states else {}
+        """Returns (number to add, {function: value}) for each rollout, or [] if no function sees groups."""
+        parts = [part for part in self.parts if sees_group(part[0])]
+        if not states or not parts:
+            return []
+        have = {"states": states, "state": states[0]}
+        for plural in PLURALS - {"states"}:
+            singular = plural.removesuffix("s")
+            have[plural] = [state.get(singular) for state in states]
+        rewards = [0.0 for _ in states]
+        metrics = [{} for _ in states]
         for func, weight, objects in parts:
-            value = await call(func, **states[0] | objects | have)
-            values = list(value) if hasattr(value, "__iter__") else [value]
-            what = f"reward function {func.__name__} returned {value}, no number for each of {len(states)}"
+            values = await call(func, **states[0] | objects | have)
+            values = list(values) if hasattr(values, "__iter__") else [values]
+            what = f"reward function {func.__name__} returned {values}, not a number for each of {len(states)} rollouts"
             ensure(len(values) == len(states), what)
-            w = float(weight(states[0]["step"]) if callable(weight) else weight)
-            named = [{func.__name__: finite(func, value)} for value in values]
-            scores = [(a + w * new[func.__name__], old | new) for (a, old), new in zip(scores, named)]
-        return scores
+            scale = weight_at(weight, states[0]["step"])
+            for i, value in enumerate(values):
+                metrics[i][func.__name__] = finite(func, value)
+                rewards[i] += scale * metrics[i][func.__name__]
+        return list(zip(rewards, metrics))
 
 
 class TurnRubric(Rubric):
-    """A function that returns a list rewards each turn of the policy; what is a number is the last turn's. Each turn
-    then has an advantage of its own (configs/algorithms/turns.py)."""
+    """A function that returns a list rewards each turn of the policy; a single number rewards the last turn. Each turn
+    then has its own advantage (configs/algorithms/turns.py)."""
 
     async def score(self, state):
-        """-> the sum, {function: value}; the turns' rewards are state["turn_rewards"]."""
-        turns, metrics = [0.0] * state["turn"], {}
+        """Returns the sum and {function: value}, and puts the turns' rewards into state["turn_rewards"]."""
+        rewards = [0.0] * state["turn"]
+        metrics = {}
         for func, weight, objects in self.parts:
-            value = await call(func, **state | objects | {"state": state})
-            values = value if isinstance(value, list) else [0.0] * (len(turns) - 1) + [value]
-            ensure(len(values) == len(turns), f"{func.__name__} has {len(values)} rewards for {len(turns)} turns")
+            values = await call(func, **state | objects | {"state": state})
+            if not isinstance(values, list):
+                values = [0.0] * (len(rewards) - 1) + [values]
+            problem = f"{func.__name__} returned {len(values)} rewards for {len(rewards)} turns"
+            ensure(len(values) == len(rewards), problem)
             values = [finite(func, value) for value in values]
-            w = float(weight(state["step"]) if callable(weight) else weight)
-            turns = [a + w * b for a, b in zip(turns, values)]
+            scale = weight_at(weight, state["step"])
+            for i, value in enumerate(values):
+                rewards[i] += scale * value
             metrics[func.__name__] = sum(values)
-        state["turn_rewards"] = turns
-        return sum(turns), metrics
+        state["turn_rewards"] = rewards
+        return sum(rewards), metrics

@@ -1,11 +1,11 @@
-"""Runs Python code that a model wrote. It contains accidents and casual abuse, not a kernel-grade sandbox: for hostile
-models put the whole orchestrator into a container or virtual machine of its own.
+"""Runs Python code that a model wrote. The sandbox contains accidents and casual abuse, but it is no defence against
+attacks on the kernel. For hostile models, put the whole orchestrator into its own container or virtual machine.
 
-Each call gets user, mount, network, pid and ipc namespaces of its own (unshare) and a root directory of its own, made
-of nothing but the system's programs and libraries, read-only, and an empty /tmp of 32 MB. There is no network, no
-/proc, no home, no repository, no other mount and no socket of the machine. pid 1 is a shell that waits for the code:
-as it ends, so does every process left, daemons too. Capabilities are dropped, and the code has no way to get new ones.
-Limits are per process (prlimit); memory in all is bounded by 64 processes only.
+Each call gets its own user, mount, network, pid and ipc namespaces (unshare) and its own root directory, which holds
+only the system's programs and libraries, read-only, and an empty /tmp of 32 MB. There is no network, no /proc, no home,
+no repository, no other mount and none of the machine's sockets. pid 1 is a shell that waits for the code; when it ends,
+the kernel ends every process that is left, daemons included. Capabilities are dropped, and the code cannot regain them.
+Limits are per process (prlimit); only the limit of 64 processes bounds the memory of all of them together.
 """
 
 import contextlib
@@ -28,20 +28,25 @@ from pathlib import Path
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-NEW_ROOT = "/tmp"  # the new root is mounted over it, in a mount namespace that nobody else sees
-SAME_USER = "setpriv --pdeathsig=KILL --no-new-privs"  # its caller's death is its own
+NEW_ROOT = "/tmp"  # the new root is mounted over this path, in a mount namespace that nobody else sees
+SAME_USER = "setpriv --pdeathsig=KILL --no-new-privs"  # it dies with its caller
 NOBODY = f"{SAME_USER} --reuid=65534 --regid=65534 --clear-groups"
 NAMESPACES = "unshare --user --map-root-user --mount --net --pid --ipc --fork --kill-child"
 NO_CAPABILITIES = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all"
 LIMITS = "prlimit --as=1073741824 --fsize=10485760 --nproc=64 --nofile=64 --core=0"
 TOOLS = ["sh", "mount", "mkdir", "touch", "ln", "env", "timeout", "setpriv", "unshare", "prlimit"]
-MAX_OUTPUT, MAX_ERRORS = 8192, 1024  # bytes
-START_TIMEOUT = 30.0  # s, while the run's other roles start on the same cores
+MAX_OUTPUT = 8192  # bytes in all
+MAX_ERRORS = 1024  # bytes of them for errors
+START_TIMEOUT = 30.0  # s for a trial, since the run's other roles start on the same cores
 
 WARNING = """WARNING: Python code that the model writes runs here WITHOUT a sandbox (allow_unsandboxed_python).
 It can read files, reach the network and this run's own servers, and leave processes behind."""
 
-# What must not be possible. CASE is the dict that probe() puts before it; it prints a list of what was possible.
+REFUSAL = """Python code cannot be contained here: {problem}. The sandbox needs user namespaces, which many containers
+forbid (try another container runtime, or a virtual machine), and a python3 in /usr. To run the code without a sandbox,
+on a machine with nothing to lose: allow_unsandboxed_python = true"""
+
+# Tries what must not be possible, and prints a list of what was. CASE is a dict that probe() writes in front of it.
 PROBE = """
 import json, os, resource, socket
 leaks = []
@@ -76,13 +81,16 @@ class CannotContain(Exception):
 
 
 class Sandbox:
-    """run(code) -> text. Raises CannotContain where it does not hold; allow_unsandboxed: warns and goes without.
+    """run(code) returns text. The constructor raises CannotContain if the sandbox does not hold on this machine.
 
-    hide: directories that must not be seen, wherever they are."""
+    hide: directories that the code must not see, wherever they are.
+    allow_unsandboxed: print a warning and run the code without a sandbox."""
 
     def __init__(self, hide=(), timeout_s=5.0, allow_unsandboxed=False):
-        self.timeout_s, self.script, self.user = timeout_s, None, NOBODY if os.getuid() == 0 else SAME_USER
-        self.slots = threading.BoundedSemaphore(max(4, os.cpu_count()))  # so that waiting is not on the code's clock
+        self.timeout_s = timeout_s
+        self.script = None
+        self.user = NOBODY if os.getuid() == 0 else SAME_USER
+        self.slots = threading.BoundedSemaphore(max(4, os.cpu_count()))  # waiting for a core must not use up the time
         missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
         if missing:
             raise CannotContain(f"Python code cannot be contained here: no {', '.join(missing)} in {PATH}")
@@ -90,7 +98,7 @@ class Sandbox:
         if allow_unsandboxed:
             print(WARNING, file=sys.stderr, flush=True)
             problem = self.run("print([])", START_TIMEOUT).removeprefix("[]")
-            if problem and self.user == NOBODY:  # root of a user namespace without other users
+            if problem and self.user == NOBODY:  # we may be root of a user namespace that has no other users
                 self.user = SAME_USER
                 problem = self.run("print([])", START_TIMEOUT).removeprefix("[]")
         else:
@@ -99,31 +107,34 @@ class Sandbox:
             self.script = setup_script(visible, hide)
             problem = self.probe(visible, hide)
         if problem:
-            raise CannotContain(
-                f"Python code cannot be contained here: {problem}. It takes user namespaces, which many containers bar "
-                "(try another container runtime, or a virtual machine), and a python3 in /usr. To run the code without "
-                "a sandbox, on a machine with nothing to lose: allow_unsandboxed_python = true"
-            )
+            raise CannotContain(REFUSAL.format(problem=problem).replace("\n", " "))
 
     def run(self, code, timeout_s=None):
-        """-> what it printed and the last lines of its errors, 8 KiB at most. Once begun it ends in timeout_s + 3 s."""
+        """Returns what the code printed and the last lines of its errors, at most 8 KiB. It ends within timeout_s + 3 s
+        from the code's start."""
         timeout_s = timeout_s or self.timeout_s
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.slots)
-            out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))  # a pipe could be kept open
+            out = stack.enter_context(tempfile.TemporaryFile())  # not a pipe, which the code could keep open
+            err = stack.enter_context(tempfile.TemporaryFile())
             place = "/" if self.script else stack.enter_context(work_directory(self.user))
-            env = {"PATH": PATH, "HOME": place, "LANG": "C.UTF-8"}
             began = time.monotonic()
             process = subprocess.Popen(
-                self.command(code, timeout_s), cwd=place, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                self.command(code, timeout_s),
+                cwd=place,
+                env={"PATH": PATH, "HOME": place, "LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
-            )  # fmt: skip
+            )
             try:
-                wait(process, timeout_s + 2)  # `timeout` is done before, unless the code stopped it
+                wait(process, timeout_s + 2)  # `timeout` has ended it by then, unless the code stopped `timeout`
             finally:
                 end(process)
-            late = time.monotonic() - began >= timeout_s
-            return report(out, err, process.returncode, f"[stopped after {timeout_s:g} s]" if late else "")
+            is_late = time.monotonic() - began >= timeout_s
+            stopped = f"[stopped after {timeout_s:g} s]" if is_late else ""
+            return report(out, err, process.returncode, stopped)
 
     def command(self, code, timeout_s):
         python = f"{self.python} -I -c".split()
@@ -133,26 +144,35 @@ class Sandbox:
             return [*f"{self.user} {clock} {limits}".split(), *python, code]
         env = "env -i PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8"
         inside = f"{clock} unshare --root={NEW_ROOT} --wd=/tmp {NO_CAPABILITIES} {limits} {env}"
-        # "exit": without a command after it, some shells replace themselves by the code instead of waiting for it
+        # The `exit` matters: without a command after the code, some shells replace themselves by it and do not wait.
         script = f'{self.script}\n{inside} {shlex.join(python)} "$1"\nexit $?'
         return [*self.user.split(), *NAMESPACES.split(), "sh", "-c", script, "sh", code]
 
     def probe(self, visible, hide):
-        """-> what is wrong, or "". Tries the network, files and processes for real."""
-        between = {path: [p for p in visible if Path(p).is_relative_to(path)] for path in hide}
-        hidden = {path: [Path(p).relative_to(path).parts[0] for p in found] for path, found in between.items()}
+        """Returns what is wrong, or "". It really tries the network, files and processes."""
+        # {hidden directory: the entries in it that lead to something visible}
+        hidden = {}
+        for path in hide:
+            inside = [Path(p).relative_to(path) for p in visible if Path(p).is_relative_to(path)]
+            hidden[path] = [p.parts[0] for p in inside]
         with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
             os.chmod(file.name, 0o644)
-            case = {"port": server.getsockname()[1], "hidden": hidden, "path": file.name}
-            case["file"] = f"sandbox_probe_{os.getpid()}"
-            said = self.run(f"CASE = {json.dumps(case)}\n{PROBE}", START_TIMEOUT)
-        if said == "[]":
+            case = {
+                "port": server.getsockname()[1],
+                "hidden": hidden,
+                "path": file.name,
+                "file": f"sandbox_probe_{os.getpid()}",
+            }
+            printed = self.run(f"CASE = {json.dumps(case)}\n{PROBE}", START_TIMEOUT)
+        if printed == "[]":
             return ""
-        return "; ".join(json.loads(said)) if said.startswith('["') and said.endswith('"]') else said
+        is_list = printed.startswith('["') and printed.endswith('"]')
+        return "; ".join(json.loads(printed)) if is_list else printed
 
 
 def find_python():
-    """-> interpreter, the directory it lives in. The system's: it is there for every user; so are its packages."""
+    """Returns an interpreter and the directory it lives in. The system's comes first: every user can run it, with its
+    packages."""
     for path in ("/usr/bin/python3", "/usr/local/bin/python3"):
         if os.path.exists(path):
             return path, "/usr"
@@ -160,52 +180,75 @@ def find_python():
 
 
 def setup_script(visible, hide):
-    """Shell lines, for root of a new user and mount namespace: builds NEW_ROOT.
+    """Returns shell lines that build NEW_ROOT, to be run by root of a new user and mount namespace.
 
-    Shown are the paths in `visible`, read-only, save what lies in `hide`."""
-    quote, links, folders, files = shlex.quote, [], [f"{NEW_ROOT}/tmp", f"{NEW_ROOT}/dev", f"{NEW_ROOT}/etc"], []
-    binds, mounts = [], mount_points()
+    They show the paths in `visible`, read-only, except for what lies in `hide`."""
+    folders = [f"{NEW_ROOT}/tmp", f"{NEW_ROOT}/dev", f"{NEW_ROOT}/etc"]
+    files = [NEW_ROOT + device for device in DEVICES]
+    links = []
+    mounts = []
     for path in dict.fromkeys(visible):
-        inside = NEW_ROOT + path
+        others = [other for other in visible if other != path]
         if os.path.islink(path):
-            links.append(f"ln -s {quote(os.readlink(path))} {quote(inside)}")
-            continue
-        if any(Path(path).is_relative_to(p) for p in visible if p != path):
-            continue
-        (folders if os.path.isdir(path) else files).append(inside)
-        binds.append(f"mount -n --rbind {quote(path)} {quote(inside)}")
-        for point in [path] + [p for p, options in mounts if p != path and Path(p).is_relative_to(path)]:
-            options = max((m for m in mounts if Path(point).is_relative_to(m[0])), key=lambda m: len(m[0]))[1]
-            if "ro" not in options:  # the kernel demands that the other flags stay
-                keep = ",".join(["remount,bind,ro", *{"nosuid", "nodev", "noexec"}.intersection(options)])
-                binds.append(f"mount -n -o {keep} {quote(NEW_ROOT + point)}")
+            links.append(f"ln -s {shlex.quote(os.readlink(path))} {shlex.quote(NEW_ROOT + path)}")
+        elif not is_inside(path, others):
+            kind = folders if os.path.isdir(path) else files
+            kind.append(NEW_ROOT + path)
+            mounts += bind_read_only(path)
     for path in hide:
-        if os.path.isdir(path) and any(Path(path).is_relative_to(p) for p in visible):
-            binds.append(f"mount -n -t tmpfs -o ro tmpfs {quote(NEW_ROOT + path)}")
-    for device in DEVICES:
-        files.append(NEW_ROOT + device)
-        binds.append(f"mount -n --bind {device} {NEW_ROOT}{device}")
-    return "\n".join([
-        "set -e", f"mount -n -t tmpfs -o size=1m,mode=755 tmpfs {NEW_ROOT}", f"mkdir -p {shlex.join(folders)}",
-        f"touch {shlex.join(files)}", *links, *binds,
+        if os.path.isdir(path) and is_inside(path, visible):
+            mounts.append(f"mount -n -t tmpfs -o ro tmpfs {shlex.quote(NEW_ROOT + path)}")
+    mounts += [f"mount -n --bind {device} {NEW_ROOT}{device}" for device in DEVICES]
+    lines = [
+        "set -e",
+        f"mount -n -t tmpfs -o size=1m,mode=755 tmpfs {NEW_ROOT}",
+        f"mkdir -p {shlex.join(folders)}",
+        f"touch {shlex.join(files)}",
+        *links,
+        *mounts,
         f"mount -n -t tmpfs -o size=32m,nr_inodes=4096,mode=700 tmpfs {NEW_ROOT}/tmp",
         f"mount -n -o remount,bind,ro {NEW_ROOT}",
-    ])  # fmt: skip
+    ]
+    return "\n".join(lines)
+
+
+def is_inside(path, folders):
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def bind_read_only(path):
+    """Returns shell lines that show a path in NEW_ROOT. Each mount point below it must be made read-only by itself."""
+    lines = [f"mount -n --rbind {shlex.quote(path)} {shlex.quote(NEW_ROOT + path)}"]
+    mounts = mount_points()
+    below = [point for point, _ in mounts if point != path and is_inside(point, [path])]
+    for point in [path, *below]:
+        # The longest mount point above it is the one it belongs to.
+        above = [mount for mount in mounts if is_inside(point, [mount[0]])]
+        _, options = max(above, key=lambda mount: len(mount[0]))
+        if "ro" not in options:
+            kept = {"nosuid", "nodev", "noexec"}.intersection(options)  # the kernel demands that these flags stay
+            flags = ",".join(["remount,bind,ro", *kept])
+            lines.append(f"mount -n -o {flags} {shlex.quote(NEW_ROOT + point)}")
+    return lines
 
 
 def mount_points():
-    """-> [(path, options)] of this machine's mounts."""
-    fields = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-    return [(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), f[4]), f[5].split(",")) for f in fields]
+    """Returns [(path, options)] of this machine's mounts."""
+    found = []
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields = line.split()
+        path = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        found.append((path, fields[5].split(",")))
+    return found
 
 
 @contextlib.contextmanager
 def work_directory(user):
-    """A fresh one, 0700, for code without a sandbox."""
+    """Makes a fresh directory with mode 0700, for code without a sandbox, and removes it afterwards."""
     path = tempfile.mkdtemp(prefix="python_tool_")
     try:
         if user == NOBODY:
-            with contextlib.suppress(OSError):  # there may be no such user
+            with contextlib.suppress(OSError):  # this user may not exist
                 os.chown(path, 65534, 65534)
         yield path
     finally:
@@ -213,7 +256,8 @@ def work_directory(user):
 
 
 def wait(process, timeout_s):
-    """Until it has ended, at most so long. Leaves it unreaped: its number cannot become another process's."""
+    """Waits until a process has ended, but no longer than timeout_s. It stays a zombie: no other process can get its
+    number."""
     handle = os.pidfd_open(process.pid)
     try:
         poll = select.poll()
@@ -224,11 +268,13 @@ def wait(process, timeout_s):
 
 
 def end(process):
-    """Kills what is left of it, and reaps it.
+    """Kills what is left of a process, and reaps it.
 
-    Its child goes first: pid 1 of the sandbox is dead when all it takes along are, and `unshare` ends after that."""
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    for child in children.read_text().split() if children.exists() else []:
+    Its child goes first: it is pid 1 of the sandbox, which is dead once all its processes are, and only then does
+    `unshare` end."""
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    children = file.read_text().split() if file.exists() else []
+    for child in children:
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(child), signal.SIGKILL)
         wait(process, 1)
@@ -238,13 +284,16 @@ def end(process):
 
 
 def report(out, err, returncode, stopped):
-    """What the model gets to see: what was printed, errors, how it ended. Reads no more of the files than that."""
+    """The text that the model gets to see: what was printed, the errors, and how it ended. Of large files it reads only
+    the part that it shows."""
+    limit = MAX_OUTPUT - 2 * MAX_ERRORS
     size = os.fstat(out.fileno()).st_size
-    printed = text(os.pread(out.fileno(), MAX_OUTPUT, 0), MAX_OUTPUT - 2 * MAX_ERRORS)
+    printed = text(os.pread(out.fileno(), MAX_OUTPUT, 0), limit)
     start = max(0, os.fstat(err.fileno()).st_size - MAX_ERRORS)
-    errors = "\n".join(text(os.pread(err.fileno(), MAX_ERRORS, start), MAX_ERRORS).splitlines()[-10:])
+    tail = text(os.pread(err.fileno(), MAX_ERRORS, start), MAX_ERRORS)
+    errors = "\n".join(tail.splitlines()[-10:])
     parts = [printed.rstrip("\n")]
-    if size > MAX_OUTPUT - 2 * MAX_ERRORS:
+    if size > limit:
         parts.append(f"[cut: {size} bytes printed]")
     parts.append(errors)
     if returncode and (stopped or not errors):
@@ -253,5 +302,5 @@ def report(out, err, returncode, stopped):
 
 
 def text(data, limit):
-    """Bytes -> text of at most `limit` bytes."""
+    """Returns bytes as text of at most `limit` bytes."""
     return data.decode(errors="replace").encode()[:limit].decode(errors="ignore")

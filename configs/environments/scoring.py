@@ -1,8 +1,8 @@
-"""Rewards of texts without a server, e.g. as the reward function of another trainer:
+"""Scores texts with an environment's rewards, without a server: for example as another trainer's reward function.
 
 env = load_environment(...)
-score(env, ["2 + 2?"], ["4"])            # -> [1.0]
-score(env, prompts, completions, answer=[...], info=[...])   # instead of the columns of the environment's rows"""
+score(env, ["2 + 2?"], ["4"])                                # returns [1.0]
+score(env, prompts, completions, answer=[...], info=[...])   # these columns replace those of the environment's rows"""
 
 import asyncio
 import json
@@ -12,27 +12,25 @@ from env import DataError
 
 
 def score(env, prompts, completions, **columns):
-    """Texts or messages -> [reward, or None where it could not be scored]. Completions of the same prompt are a group,
-    for functions that see one. Without columns they are those of the row with this prompt; DataError where none has."""
+    """Returns a reward for each text or conversation, or None if it could not be scored.
+
+    Completions of the same prompt form a group, for functions that see groups. Without columns, a prompt is looked up
+    in the environment's rows; raises DataError if no row has it."""
     return asyncio.run(score_all(env, prompts, completions, columns))
 
 
 async def score_all(env, prompts, completions, columns):
-    rows = {key_of(row.get("prompt") or row["question"]): row for row in env.dataset + (env.eval_dataset or [])}
-    groups = {}  # key of the prompt: [(place in the result, state)]
+    rows = {}
+    for row in [*env.dataset, *(env.eval_dataset or [])]:
+        rows[key_of(row.get("prompt") or row["question"])] = row
+    groups = {}  # {key of the prompt: [(position in the result, state)]}
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         key = key_of(prompt)
-        row = rows.get(key, {}) | {name: column[i] for name, column in columns.items()}
+        given = {name: column[i] for name, column in columns.items()}
+        row = rows.get(key, {}) | given
         if not row:
             raise DataError(f"prompts[{i}] is in no row of the environment, and no columns were given: {key[:200]}")
-        if is_text := isinstance(row.get("prompt"), str):  # for a base model
-            state = env.start(row | {"prompt": prompt})
-            state["completion"] = [completion] if isinstance(completion, str) else completion
-        else:
-            head, messages = getattr(env, "head", []), as_messages(prompt)
-            state = env.start(row | {"prompt": messages[len(head) :] if messages[: len(head)] == head else messages})
-            state["completion"] = as_messages(completion, "assistant")
-        state["turn"] = sum(is_text or message["role"] == "assistant" for message in state["completion"])
+        state = state_of(env, row, prompt, completion)
         groups.setdefault(key, []).append((i, state))
     rewards = [None] * len(prompts)
     for group in groups.values():
@@ -40,19 +38,45 @@ async def score_all(env, prompts, completions, columns):
     return rewards
 
 
+def state_of(env, row, prompt, completion):
+    """The state of a rollout that ended with this completion."""
+    if isinstance(row.get("prompt"), str):  # text for a base model: each completion is a turn
+        state = env.start(row | {"prompt": prompt})
+        state["completion"] = [completion] if isinstance(completion, str) else completion
+        state["turn"] = len(state["completion"])
+        return state
+    messages = as_messages(prompt)
+    head = getattr(env, "head", [])
+    if messages[: len(head)] == head:
+        messages = messages[len(head) :]  # start() adds it again
+    state = env.start(row | {"prompt": messages})
+    state["completion"] = as_messages(completion, "assistant")
+    state["turn"] = sum(message["role"] == "assistant" for message in state["completion"])
+    return state
+
+
 async def score_group(env, group, rewards):
-    """Fills in the rewards of one prompt's completions; prints one error of each kind."""
-    scores = await asyncio.gather(*(env.rubric.score(state) for _, state in group), return_exceptions=True)
-    kept = [(i, state, score) for (i, state), score in zip(group, scores) if not isinstance(score, Exception)]
-    errors = [score for score in scores if isinstance(score, Exception)]
+    """Fills in the rewards of one prompt's completions, and prints one error of each kind."""
+    scoring = [env.rubric.score(state) for _, state in group]
+    scores = await asyncio.gather(*scoring, return_exceptions=True)
+    kept = []
+    errors = {}
+    for (i, state), result in zip(group, scores):
+        if isinstance(result, Exception):
+            errors.setdefault(type(result), result)
+        else:
+            kept.append((i, state, result[0]))
     try:
-        more = await env.rubric.score_group([state for _, state, _ in kept]) or [(0.0, {})] * len(kept)
-    except Exception as e:  # of a function that sees all of them: none has a reward then
-        errors, kept, more = [*errors, e], [], []
-    for error in {type(error): error for error in errors}.values():
+        more = await env.rubric.score_group([state for _, state, _ in kept])
+        more = more or [(0.0, {}) for _ in kept]
+    except Exception as e:  # from a function that sees the whole group: none of it has a reward then
+        errors.setdefault(type(e), e)
+        kept = []
+        more = []
+    for error in errors.values():
         traceback.print_exception(error)
-    for (i, _, (reward, _)), (add, _) in zip(kept, more):
-        rewards[i] = add + reward
+    for (i, _, reward), (added, _) in zip(kept, more):
+        rewards[i] = reward + added
 
 
 def as_messages(text, role="user"):
@@ -60,5 +84,5 @@ def as_messages(text, role="user"):
 
 
 def key_of(prompt):
-    """The same for a question, its message, and its message after a system prompt."""
+    """The same key for a question, for its message, and for its message after a system prompt."""
     return json.dumps([message["content"] for message in as_messages(prompt) if message["role"] != "system"])

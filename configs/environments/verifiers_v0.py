@@ -1,11 +1,12 @@
-"""Environments of the `verifiers` package, unchanged: their turns, tools and rewards; our token ids and logprobs.
+"""Runs environments of the `verifiers` package unchanged: their turns, tools and rewards, our token ids and logprobs.
 
     [env]
     id = "my-env"           # an installed environment: load_environment returns verifiers' object, and env.py wraps it
     args = { ... }
 
-Works with verifiers 0.1.14. What it asks the policy goes through `generate`, so a rollout is trained on the ids that
-were sampled, forks included. A reward function that raises is 0 there; here it loses the rollout, as everywhere."""
+Works with verifiers 0.1.14. Whatever it asks of the policy goes through `generate`, so that a rollout is trained on the
+ids that were sampled, forks included. In verifiers, a reward function that raises counts as 0; here the rollout is
+discarded, as in every environment."""
 
 import contextvars
 import functools
@@ -21,11 +22,11 @@ FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
 
 
 class PolicyClient(OpenAIChatCompletionsClient):
-    """verifiers' client whose server is `generate`."""
+    """verifiers' client, with `generate` as its server."""
 
     async def get_native_response(self, prompt, model, sampling_args, tools=None, **kwargs):
         try:
-            message = await self.client([plain(m) for m in prompt], tools or None)
+            message = await self.client([plain(message) for message in prompt], tools or None)
         except Truncated as e:
             raise vf.OverlongPromptError from e
         choice = {"index": 0, "finish_reason": "stop", "message": message}
@@ -33,17 +34,17 @@ class PolicyClient(OpenAIChatCompletionsClient):
         return ChatCompletion.model_validate(head | {"choices": [choice]})
 
     async def raise_from_native_response(self, response):
-        """An empty answer is an answer: its reward teaches."""
+        """Accepts an empty answer, which verifiers would refuse: its reward teaches the policy."""
 
 
 def plain(message):
-    """Without the keys that are not set: as the rows have it, and as the server takes it."""
+    """A message without the keys that are not set, as the rows have it and as the server accepts it."""
     message = dict(message) if isinstance(message, dict) else message.model_dump()
-    return {k: v for k, v in message.items() if v is not None}
+    return {key: value for key, value in message.items() if value is not None}
 
 
 def off_loop(function):
-    """verifiers calls plain functions in the event loop; in a thread they delay no other rollout."""
+    """verifiers calls plain functions in the event loop; in a thread they do not delay other rollouts."""
 
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
@@ -52,15 +53,16 @@ def off_loop(function):
     return wrapper
 
 
-def told(function):
-    """verifiers takes 0 for a reward function that raises; here the error is kept for score()."""
+def reporting(function):
+    """verifiers counts 0 for a reward function that raises; this wrapper also keeps the error for score()."""
 
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
         try:
             value = await off_loop(function)(*args, **kwargs)
-            values = [finite(function, x) for x in (value if isinstance(value, list | tuple) else [value])]
-            return values if isinstance(value, list | tuple) else values[0]
+            if isinstance(value, list | tuple):
+                return [finite(function, item) for item in value]
+            return finite(function, value)
         except Exception as e:
             FAILED.get().append(e)
             raise
@@ -69,29 +71,39 @@ def told(function):
 
 
 def leaves(rubric):
-    """The rubrics of a RubricGroup or an EnvGroup, down to those with functions."""
-    children = list(getattr(rubric, "rubrics", [])) + [e.rubric for e in getattr(rubric, "env_map", {}).values()]
-    return [leaf for child in children for leaf in leaves(child)] if children else [rubric]
+    """The rubrics in a RubricGroup or an EnvGroup, down to those that have functions."""
+    children = list(getattr(rubric, "rubrics", []))
+    children += [env.rubric for env in getattr(rubric, "env_map", {}).values()]
+    if not children:
+        return [rubric]
+    found = []
+    for child in children:
+        found += leaves(child)
+    return found
 
 
 class VerifiersRubric:
-    """The rubric's own scoring; the protocol is env.Rubric's."""
+    """The environment's own scoring behind env.Rubric's protocol."""
 
     def __init__(self, env):
-        self.env, self.rubric = env, (rubric := env.rubric)
-        for leaf in leaves(rubric):
-            leaf.funcs = [told(f) for f in leaf.funcs]
-        self.sees_group = any(leaf._is_group_func(f) for leaf in leaves(rubric) for f in leaf.funcs)
+        self.env = env
+        self.rubric = env.rubric
+        self.sees_group = False
+        for leaf in leaves(env.rubric):
+            leaf.funcs = [reporting(function) for function in leaf.funcs]
+            self.sees_group = self.sees_group or any(map(leaf._is_group_func, leaf.funcs))
 
     async def score(self, state):
-        theirs = state["verifiers"] = state.get("verifiers") or await self.state_of(state)
+        if not state.get("verifiers"):
+            state["verifiers"] = await self.state_of(state)
+        theirs = state["verifiers"]
         if self.sees_group:
-            return 0.0, {}  # all of it comes from score_group
-        await self.of([theirs], lambda states: self.rubric.score_rollout(states[0]))
+            return 0.0, {}  # score_group returns all of the reward
+        await self.run([theirs], self.rubric.score_rollout(theirs))
         return self.result(theirs)
 
     async def state_of(self, state):
-        """Of text that was not rolled out: for configs/environments/scoring.py."""
+        """verifiers' state for text that was not rolled out here: configs/environments/scoring.py needs it."""
         theirs = await self.env.init_state(state["row"], PolicyClient(None), "policy", {})
         theirs["completion"] = normalize_messages(state["completion"], field_name="completion")
         return theirs
@@ -99,22 +111,27 @@ class VerifiersRubric:
     async def score_group(self, states):
         if not self.sees_group or not states:
             return []
-        await self.of([state["verifiers"] for state in states], self.rubric.score_group)
-        return [self.result(state["verifiers"]) for state in states]
+        theirs = [state["verifiers"] for state in states]
+        await self.run(theirs, self.rubric.score_group(theirs))
+        return [self.result(state) for state in theirs]
 
-    async def of(self, states, score):
-        FAILED.set(errors := [])
-        await score(states)
+    async def run(self, states, scoring):
+        """Awaits a scoring of these states, and raises the first error of a reward function."""
+        errors = []
+        FAILED.set(errors)
+        await scoring
         for state in states:
             await self.rubric.cleanup(state)
         if errors:
             raise errors[0]
 
     def result(self, state):
-        reward, metrics = state["reward"], state["metrics"] or {}
+        """Returns the reward and {function: value}."""
+        reward = state["reward"]
+        metrics = state["metrics"] or {}
         if not abs(reward) <= 1e6:
-            raise ValueError(f"the environment's reward is {reward}, no finite number within 1e6")
-        return float(reward), {k: float(v) for k, v in metrics.items()}
+            raise ValueError(f"the environment's reward is {reward}, not a finite number within 1e6")
+        return float(reward), {name: float(value) for name, value in metrics.items()}
 
 
 class VerifiersEnv(SingleTurnEnv):
@@ -122,22 +139,26 @@ class VerifiersEnv(SingleTurnEnv):
         if env.message_type != "chat":
             raise ValueError(f"verifiers' message_type = {env.message_type!r} is not supported, only 'chat'")
         rows = [dict(row) for row in env.get_dataset()]
-        held_out = (
-            [dict(row) for row in env.get_eval_dataset()] if env.eval_dataset or env.eval_dataset_source else None
-        )
+        held_out = None
+        if env.eval_dataset or env.eval_dataset_source:
+            held_out = [dict(row) for row in env.get_eval_dataset()]
         super().__init__(rows, eval_dataset=held_out, parser=env.parser)
-        self.env, self.rubric = env, VerifiersRubric(env)
+        self.env = env
+        self.rubric = VerifiersRubric(env)
         self.tools = [schema_of(tool) for tool in env.tool_defs or []] or None
         for child in [env, *getattr(env, "envs", [])]:
-            child.tool_map = {name: off_loop(tool) for name, tool in getattr(child, "tool_map", {}).items()}
+            tools = getattr(child, "tool_map", {})
+            child.tool_map = {name: off_loop(tool) for name, tool in tools.items()}
 
     def start(self, row):
-        state = super().start({"prompt": [plain(message) for message in row["prompt"]]} | row_fields(row))
+        given = {key: row[key] for key in ("answer", "info", "task") if row.get(key) is not None}
+        state = super().start({"prompt": [plain(message) for message in row["prompt"]]} | given)
         return state | {"row": row | {"prompt": state["prompt"]}}
 
     async def rollout(self, state, generate):
         theirs = await self.env.rollout(state["row"], PolicyClient(generate), model="policy", sampling_args={})
-        state["verifiers"], state["turn"] = theirs, len(theirs["trajectory"])
+        state["verifiers"] = theirs
+        state["turn"] = len(theirs["trajectory"])
         state["completion"] = [plain(message) for message in theirs["completion"] or []]
         if theirs.get("error"):
             raise theirs["error"].__cause__ or theirs["error"]
@@ -145,13 +166,11 @@ class VerifiersEnv(SingleTurnEnv):
             raise Truncated
 
 
-def row_fields(row):
-    return {k: row[k] for k in ("answer", "info", "task") if row.get(k) is not None}
-
-
 def schema_of(tool):
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function | ({} if tool.strict is None else {"strict": tool.strict})}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
 
 
 def wrap(env):

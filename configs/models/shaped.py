@@ -1,37 +1,65 @@
 """Makes a model of Qwen3-0.6B's shape with random weights, without a hub: python configs/models/shaped.py config.toml
 
-For memory and speed: what it learns says nothing about Qwen3. It has the toy models' characters, and names that no
-text matches for the other ids; the warm-up on the task's demonstrations lets rewards differ. SHAPE=toy: a small one."""
+It is for measuring memory and speed: what it learns says nothing about Qwen3. It has the toy models' characters, and
+names that no text matches for all other ids. The warm-up on the task's demonstrations makes rewards differ. With
+SHAPE=toy in the environment it is small."""
 
 import json
 import os
+import sys
+from pathlib import Path
 
+<<<<<<< HEAD
 from configs import run_role
 from configs.models import toy as tiny_model
+=======
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-SHAPES = {  # layers, hidden, inner, heads, key-value heads, head_dim, vocabulary
-    "0.6B": (28, 1024, 3072, 16, 8, 128, 151936),
-    "toy": (2, 64, 128, 2, 1, 32, 1000),
+from configs.models import toy
+from configs.runtime.role import run_role
+>>>>>>> lang
+
+SHAPES = {
+    "0.6B": {
+        "layers": 28,
+        "hidden": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab": 151936,
+    },
+    "toy": {
+        "layers": 2,
+        "hidden": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab": 1000,
+    },
 }
 
 
+def shape():
+    return os.environ.get("SHAPE", "0.6B")
+
+
 def make_shaped(path, tokenizer):
-    layers, hidden, inner, heads, kv, dim, vocab = SHAPES[os.environ.get("SHAPE", "0.6B")]
-    tiny_model.make_model(
-        path, tokenizer, layers, hidden, tied=True, vocab=vocab, intermediate_size=inner, num_attention_heads=heads,
-        num_key_value_heads=kv, head_dim=dim, max_position_embeddings=40960,
-    )  # fmt: skip
+    """Saves the model, and a tokenizer that has a name for each id of the large vocabulary."""
+    sizes = SHAPES[shape()]
+    toy.make_model(path, tokenizer, tied=True, max_position_embeddings=40960, **sizes)
     file = path / "tokenizer.json"
     about = json.loads(file.read_text())
     known = set(about["model"]["vocab"].values()) | {token["id"] for token in about["added_tokens"]}
-    about["model"]["vocab"] |= {f"<{i}>": i for i in range(vocab) if i not in known}
+    about["model"]["vocab"] |= {f"<{i}>": i for i in range(sizes["vocab"]) if i not in known}
     file.write_text(json.dumps(about))
 
 
 def main(argv):
-    is_toy = os.environ.get("SHAPE") == "toy"
-    tiny_model.main(argv, make_shaped, [] if is_toy else ["trainer.dtype=bf16", "trainer.learning_rate=2e-4"])
+    more = [] if shape() == "toy" else ["trainer.dtype=bf16", "trainer.learning_rate=2e-4"]
+    toy.main(argv, make_shaped, more)
 
 
 if __name__ == "__main__":
-    run_role("prepare", main)
+    run_role("prepare", "configs.models.shaped")

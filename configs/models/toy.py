@@ -1,8 +1,8 @@
 """Makes a tiny character-level model for a task, without a network: python configs/models/toy.py config.toml
 
-A Qwen3 of about 1M parameters with a chat template of one token per role, warmed up on the task's demonstrations()
-through trainer.py --replay with loss=sft: enough to get some answers right, so that RL has something to reinforce.
-launch.sh runs it as a TOML's `prepare` where the model is not there yet."""
+It is a Qwen3 of about 1M parameters whose chat template has one token per role. trainer.py --replay warms it up on the
+task's demonstrations(): enough to get some answers right, so that RL has something to reinforce. launch.sh runs this
+script, a TOML's `prepare`, if the model's directory does not exist yet."""
 
 import importlib
 import json
@@ -11,83 +11,122 @@ import shutil
 import subprocess
 import sys
 import traceback
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from configs import DEFAULTS, RunError, arguments, run_role
+from configs import DEFAULTS, arguments, load_config, to_toml
+from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, require, run_role
 from env import load_environment
 from orchestrator import extend_or_fork, save_batch
 
 BATCH_SIZE = 64  # demonstrations per step of the warm-up
-# Tool calls are written as Qwen writes them, which vLLM's "hermes" parser reads. The tools' schemas are left out: at a
-# token per character they would be most of the prompt, and the warm-up has shown the model what there is.
+WARM_UP_STEPS = 95  # unless the task says otherwise
+# Tool calls are written as Qwen writes them, which vLLM's "hermes" parser reads. The tools' schemas are left out: at
+# one token per character they would fill most of the prompt, and the warm-up has shown the model which tools exist.
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}<tool_call>\n"
     '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
     "\n</tool_call>{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# Keys of [trainer] that belong to the reinforcement learning that comes later; the warm-up uses their defaults.
+RL_KEYS = (
+    "optimizer",
+    "loss",
+    "loss_args",
+    "importance",
+    "importance_args",
+    "beta",
+    "ref_sync_steps",
+    "gamma",
+    "updates_per_batch",
+    "minibatches",
+    "replicas",
+)
 
 
 def make_tokenizer(tokens=()):
-    """One token per printable ASCII character, one per role, no merges but the strings in `tokens`."""
+    """Returns a tokenizer with one token per printable ASCII character, one per role, and the strings in `tokens`."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     special = ["<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<unk>"]
-    vocab = {token: i for i, token in enumerate(special + ["\n"] + [chr(c) for c in range(32, 127)])}
+    printable = [chr(code) for code in range(32, 127)]
+    vocab = {token: i for i, token in enumerate([*special, "\n", *printable])}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", unk_token="<unk>",
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        unk_token="<unk>",
         additional_special_tokens=special[2:6],
-    )  # fmt: skip
+    )
     fast.chat_template = TEMPLATE
     return fast
 
 
 def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=0, **more):
+    """Saves a Qwen3 with random weights and its tokenizer. more: further fields of its Qwen3Config."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
-    shape = {"intermediate_size": 3 * hidden, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
-    shape |= {"head_dim": 32, "max_position_embeddings": 512} | more
+    shape = {
+        "intermediate_size": 3 * hidden,
+        "num_attention_heads": hidden // 32,
+        "num_key_value_heads": hidden // 64,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
     config = Qwen3Config(
-        vocab_size=vocab or len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, tie_word_embeddings=tied,
-        bos_token_id=None, eos_token_id=0, pad_token_id=1, **shape,
-    )  # fmt: skip
+        vocab_size=vocab or len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=1,
+        **(shape | more),
+    )
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
 
 
 def tokenize_conversation(tokenizer, messages, tools=None, first=0, **template_kwargs):
-    """A conversation that no policy of ours sampled -> samples as orchestrator.py makes them. Loss tokens are those of
-    the assistant's messages from number `first` on, each message a turn.
+    """Turns a conversation that our policy did not sample into training sequences as orchestrator.py makes them. mask
+    is 1 on the assistant's messages from number `first` on; each of them is a turn.
 
-    Their old_logp is nan: nobody knows it. What a template writes after the end-of-sequence token (a newline, mostly)
-    was never the policy's to say."""
+    old_logp is nan, since nobody knows it. What a template writes after the end-of-sequence token (mostly a newline)
+    is not masked: the policy never has to write it."""
 
     def ids_of(part, **more):
         part = [as_template_sees(message) for message in part]
         return tokenizer.apply_chat_template(part, tools=tools, return_dict=False, **template_kwargs, **more)
 
-    samples = []
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-    for turn, i in enumerate(said):
+    sequences = []
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
+    for turn, i in enumerate(answers):
         prompt_ids = ids_of(messages[:i], add_generation_prompt=True)
         ids = ids_of(messages[: i + 1])
         if ids[: len(prompt_ids)] != prompt_ids:
-            raise ValueError(f"the chat template writes message {i} otherwise than its generation prompt begins it")
+            raise ValueError(f"the chat template does not begin message {i} with its own generation prompt")
         ids = ids[len(prompt_ids) :]
         if tokenizer.eos_token_id in ids:
             ids = ids[: ids.index(tokenizer.eos_token_id) + 1]
-        extend_or_fork(samples, prompt_ids, ids, [float("nan")] * len(ids), turn)
-    return samples
+        extend_or_fork(sequences, prompt_ids, ids, [float("nan")] * len(ids), turn)
+    return sequences
+
+
+def as_demonstration(sequence):
+    """The same sequence, to be imitated: its loss tokens get ce = 1, and none is left to the policy gradient."""
+    weights = [float(is_loss) for is_loss in sequence["mask"]]
+    return sequence | {"ce": weights, "mask": [0] * len(weights)}
 
 
 def as_template_sees(message):
@@ -101,7 +140,7 @@ def as_template_sees(message):
 
 
 def with_object(call):
-    """A tool call whose arguments, JSON text, are read; what is no JSON object becomes an empty one."""
+    """A tool call with its arguments parsed from JSON; if they are not a JSON object, they become an empty one."""
     try:
         value = json.loads(call["function"]["arguments"])
     except json.JSONDecodeError:
@@ -111,65 +150,70 @@ def with_object(call):
 
 
 def load_task(cfg):
-    """-> the module of the first environment. What is wrong with one is told before the minutes that follow: RunError 2
-    where there is no such module, else 4, or the code that the task's own error has."""
-    names = [env.id.rsplit("/", 1)[-1].replace("-", "_") for env in cfg.env]
-    for name, env in zip(names, cfg.env):
+    """Returns the first environment's module, after it has loaded every environment: fail now, not after minutes.
+
+    Raises RunError: with CONFIG if there is no such module, otherwise with DATA or the code of the task's own error."""
+    for env in cfg.env:
         try:
             load_environment(env.id, env.args)
-        except Exception as e:  # the task's own code
+        except Exception as e:  # from the task's own code
             traceback.print_exc()
-            is_missing = isinstance(e, ModuleNotFoundError) and e.name == name
-            code = 2 if is_missing else getattr(e, "code", 4)
-            what = f"env.id = {env.id!r}: {type(e).__name__}: {e}"
-            raise RunError(code if code in (2, 4) else 4, what) from e
-    return importlib.import_module(names[0])
+            is_missing = isinstance(e, ModuleNotFoundError) and e.name == name_of(env.id)
+            code = CONFIG if is_missing else getattr(e, "code", DATA)
+            code = code if code in (CONFIG, DATA) else DATA
+            raise RunError(code, f"env.id = {env.id!r}: {type(e).__name__}: {e}") from e
+    name = name_of(cfg.env[0].id)
+    ours = f"configs.tasks.{name}"
+    return importlib.import_module(ours if find_spec(ours) else name)
+
+
+def name_of(env_id):
+    """The module's name: my_env for the id org/my-env."""
+    return env_id.rsplit("/", 1)[-1].replace("-", "_")
 
 
 def write_demonstrations(path, tokenizer, demonstrations, batch_size=BATCH_SIZE):
-    """Conversations -> batch files with the assistant's tokens as loss tokens."""
+    """Writes batch files of conversations whose assistant's tokens are to be imitated."""
     path.mkdir(parents=True)
     for step in range(len(demonstrations) // batch_size):
-        talks = demonstrations[step * batch_size : (step + 1) * batch_size]
-        samples = [sample for talk in talks for sample in tokenize_conversation(tokenizer, talk)]
-        save_batch(path / f"step_{step:06d}.safetensors", samples, {"step": step, "offline": True})
+        sequences = []
+        for messages in demonstrations[step * batch_size : (step + 1) * batch_size]:
+            sequences += map(as_demonstration, tokenize_conversation(tokenizer, messages))
+        save_batch(path / f"step_{step:06d}.safetensors", sequences, {"step": step, "offline": True})
 
 
 def warm_up(config, work, steps, more):
-    """trainer.py on the demonstrations in `work` -> directory of the model. What the TOML says of the reinforcement
-    learning that comes later is not for these."""
-    rl = "optimizer importance importance_low importance_high beta ref_sync_steps gamma updates_per_batch replicas"
-    rl += " epsilon epsilon_high delta ratio_cap icepop_low dppo_mask dppo_kl"
-    overrides = [f"trainer.{name}={json.dumps(DEFAULTS[f'trainer.{name}'])}" for name in rl.split()] + [
-        f"model={work / 'random'}",
-        f"output_dir={work}",
-        "run_name=warmup",
-        f"max_steps={steps}",
-        "trainer.loss=sft",
-        "trainer.use_lora=false",
-        "trainer.dtype=fp32",
-        "trainer.learning_rate=1e-3",
-        "trainer.lr_scheduler_type=linear",
-        "trainer.compile=false",
-        "checkpoint.every=0",
-        *more,
-    ]
-    command = [sys.executable, str(ROOT / "trainer.py"), str(config), *overrides, "--replay", str(work / "batches")]
+    """Runs trainer.py on the demonstrations in `work` and returns the directory of the model."""
+    cfg = load_config(config)
+    cfg.flat |= {f"trainer.{name}": DEFAULTS[f"trainer.{name}"] for name in RL_KEYS}
+    cfg.flat |= {
+        "model": str(work / "random"),
+        "output_dir": str(work),
+        "run_name": "warmup",
+        "max_steps": steps,
+        "trainer.use_lora": False,
+        "trainer.dtype": "fp32",
+        "trainer.learning_rate": 1e-3,
+        "trainer.lr_scheduler_type": "linear",
+        "trainer.compile": False,
+        "checkpoint.every": 0,
+    }
+    file = work / "warmup.toml"
+    file.write_text(to_toml(cfg))
+    command = [sys.executable, str(ROOT / "trainer.py"), str(file), *more, "--replay", str(work / "batches")]
     code = subprocess.run(command).returncode
-    if code:
-        raise RunError(code if code in (2, 4, 5, 6) else 3, f"the warm-up of the toy model ended with exit code {code}")
-    return work / "warmup-replay-sft" / "final"
+    exit_code = code if code in (CONFIG, DATA, NUMERICS, STORAGE) else DIED
+    require(code == 0, exit_code, f"the warm-up of the toy model ended with exit code {code}")
+    return work / f"warmup-replay-{DEFAULTS['trainer.loss']}" / "final"
 
 
 def main(argv, make=make_model, more=()):
     """argv: config.toml [table.key=value ...]; makes the directory `model`. more: overrides of the warm-up."""
     cfg = arguments(__doc__, argv)
     task = load_task(cfg)
-    if not hasattr(task, "demonstrations"):
-        raise RunError(
-            2, f"prepare = {cfg.run.prepare!r}: {task.__name__} has no demonstrations() to warm a model up on"
-        )
-    steps = getattr(task, "WARM_UP_STEPS", 95)
+    problem = f"prepare = {cfg.run.prepare!r}: {task.__name__} has no demonstrations() to warm a model up on"
+    require(hasattr(task, "demonstrations"), CONFIG, problem)
+    steps = getattr(task, "WARM_UP_STEPS", WARM_UP_STEPS)
     demonstrations = task.demonstrations(steps * BATCH_SIZE)
 
     model = Path(cfg.run.model)
@@ -184,4 +228,4 @@ def main(argv, make=make_model, more=()):
 
 
 if __name__ == "__main__":
-    run_role("prepare", main)
+    run_role("prepare", "configs.models.toy")

@@ -1,21 +1,26 @@
-"""How a role (trainer, orchestrator, launcher, ...) begins, shows that it is alive, reports to the launcher and ends."""
+"""How a role (trainer, orchestrator, ...) begins, shows that it is alive, reports to the launcher and ends."""
 
 import ctypes
 import importlib
 import os
 import re
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-# Exit codes: of a wrong configuration, a role that died or hung, wrong data, numbers that are not finite, a full disk.
-CONFIG, DIED, DATA, NUMERICS, STORAGE = 2, 3, 4, 5, 6
+# Exit codes.
+CONFIG = 2  # the configuration is wrong
+DIED = 3  # a role died or hung
+DATA = 4  # the task or its data are wrong
+NUMERICS = 5  # numbers are not finite, or trainer and servers disagree
+STORAGE = 6  # the disk is full or fails
 STORAGE_ERRORS = r"(Errno|os error) (5|13|17|20|28|30|122)\b"  # EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
-PR_SET_PDEATHSIG, SIGKILL = 1, 9
+PR_SET_PDEATHSIG = 1
 
 
 class RunError(Exception):
-    """Ends the run with an exit code: CONFIG, DIED, DATA, NUMERICS or STORAGE. Its text is the last line a user sees."""
+    """Ends the run with an exit code: CONFIG, DIED, DATA, ... Its text is the last line that a user sees."""
 
     def __init__(self, code, cause):
         super().__init__(cause)
@@ -50,7 +55,7 @@ def end_with_parent():
     pipe = os.environ.get("ROLEMODEL_PIPE")
     if not pipe:
         return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.stat(pipe)  # raises if the launcher is gone or a zombie
 
 

@@ -1,5 +1,7 @@
-"""vLLM 0.32's build for CPUs packs experts and a tied head for its kernels when it loads them first, and not again: it
-would go on with the old ones. So launch.sh takes this receiver of new weights where there is no GPU."""
+"""The receiver of new weights for vLLM's CPU build, which launch.sh uses on machines without a GPU.
+
+vLLM 0.32 for CPUs packs experts and a tied head for its kernels when it first loads them. Unless it is told to repack
+them after new weights have arrived, it would go on with the old ones."""
 
 import trainer
 
@@ -7,8 +9,10 @@ import trainer
 class WeightReceiver(trainer.WeightReceiver):
     def receive_weights(self, spec):
         super().receive_weights(spec)
+        if spec["adapter"]:  # an adapter leaves the model's own weights alone
+            return
         model = self.model_runner.model
-        for module in model.modules() if not spec["adapter"] else ():
+        for module in model.modules():
             method = getattr(module, "quant_method", None)
             if getattr(method, "moe_kernel", None):
                 method.moe_kernel.fused_experts.process_weights_after_loading(module)

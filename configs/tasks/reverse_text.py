@@ -1,22 +1,26 @@
-"""Reverse a word, letter by letter. The words are made up, from syllables; one seed makes them all."""
+"""Reverse a word, letter by letter. The words are made up from syllables, always the same ones."""
 
 import difflib
 import random
 
 from env import Rubric, SingleTurnEnv
 
-CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
+CONSONANTS = "bcdfghjklmnprstvwz"
+VOWELS = "aeiou"
+SPLITS = {"eval": (0,), "warmup": (1, 2, 3), "train": range(4, 10)}  # {split: checksums of its words}
 
 
 def words(split, num):
-    """`num` distinct words of 2 to 4 syllables. The three splits share none: a word's checksum names its split."""
-    rng, seen = random.Random(f"reverse_text {split}"), {}
-    owner = {"eval": (0,), "warmup": (1, 2, 3), "train": range(4, 10)}[split]
-    while len(seen) < num:
-        word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 4)))
-        if sum(ord(c) * 31**i for i, c in enumerate(word)) % 10 in owner:
-            seen[word] = True
-    return list(seen)
+    """Returns `num` distinct words of 2 to 4 syllables. Its checksum decides on a word's split: splits share none."""
+    rng = random.Random(f"reverse_text {split}")
+    found = {}  # a dict keeps the order
+    while len(found) < num:
+        syllables = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 4))]
+        word = "".join(syllables)
+        checksum = sum(ord(c) * 31**i for i, c in enumerate(word)) % 10
+        if checksum in SPLITS[split]:
+            found[word] = True
+    return list(found)
 
 
 def rows(split, num):
@@ -24,9 +28,12 @@ def rows(split, num):
 
 
 def demonstrations(num):
-    """For the supervised warm-up of the tiny model."""
-    pairs = [(row["question"], row["answer"]) for row in rows("warmup", num)]
-    return [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]
+    """Conversations for the toy model's supervised warm-up."""
+    talks = []
+    for row in rows("warmup", num):
+        question = {"role": "user", "content": row["question"]}
+        talks.append([question, {"role": "assistant", "content": row["answer"]}])
+    return talks
 
 
 def similarity(completion, answer):
@@ -38,6 +45,8 @@ def exact(completion, answer):
 
 
 def load_environment(num_train=8192, num_eval=256, system_prompt=""):
-    """system_prompt: for models that were not warmed up on the bare word."""
+    """system_prompt: explains the task to models that were not warmed up on bare words."""
     rubric = Rubric([similarity, exact], [0.5, 0.5])
-    return SingleTurnEnv(rows("train", num_train), rows("eval", num_eval), system_prompt=system_prompt, rubric=rubric)
+    train = rows("train", num_train)
+    held_out = rows("eval", num_eval)
+    return SingleTurnEnv(train, held_out, system_prompt=system_prompt, rubric=rubric)

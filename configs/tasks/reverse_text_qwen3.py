@@ -1,4 +1,4 @@
-"""Reverse a sentence or two, as prime-rl's example does it: the same data set, prompt and reward."""
+"""Reverse a sentence or two, as in prime-rl's example: the same data set, prompt and reward."""
 
 import difflib
 
@@ -11,13 +11,14 @@ SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <re
 
 
 def similarity(completion, answer):
-    """2 M / T: M characters in common, in order, of T in both. From 200 characters on it is less, since difflib leaves
-    out the frequent ones; prime-rl has it so."""
-    return difflib.SequenceMatcher(None, PARSER.parse_answer(completion) or "", answer).ratio()
+    """2 M / T, for M characters in common, in order, and T characters in both texts. From 200 characters on it is less,
+    since difflib ignores frequent characters; it is the same in prime-rl."""
+    found = PARSER.parse_answer(completion) or ""
+    return difflib.SequenceMatcher(None, found, answer).ratio()
 
 
 def load_environment(path="", num_eval=128):
-    """path: JSON Lines with a column `prompt`; "": the data set from Hugging Face. Its first rows are held out."""
+    """path: JSON Lines with a column `prompt`; "" is the data set on Hugging Face. Its first rows are held out."""
     found = load_rows(path) if path else download("PrimeIntellect/Reverse-Text-RL", "train")
     rows = [{"question": row["prompt"], "answer": row["prompt"][::-1]} for row in found]
     return SingleTurnEnv(rows[num_eval:], rows[:num_eval], SYSTEM_PROMPT, rubric=Rubric([similarity]))

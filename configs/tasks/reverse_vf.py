@@ -1,4 +1,4 @@
-"""An environment written for the verifiers package, as its users have them; only the words are from here."""
+"""An environment written for the verifiers package, as its users write them; only the words are ours."""
 
 import difflib
 
@@ -13,13 +13,13 @@ def load_environment(num_train=2048, num_eval=64):
     parser = vf.Parser()
 
     def similarity(completion, answer, parser):
-        return difflib.SequenceMatcher(None, parser.parse_answer(completion) or "", answer).ratio()
+        found = parser.parse_answer(completion) or ""
+        return difflib.SequenceMatcher(None, found, answer).ratio()
 
     def exact(completion, answer, parser):
         return float(parser.parse_answer(completion) == answer)
 
     rubric = vf.Rubric(funcs=[similarity, exact], weights=[0.5, 0.5], parser=parser)
-    train, held_out = (
-        Dataset.from_list(reverse_text.rows(s, n)) for s, n in (("train", num_train), ("eval", num_eval))
-    )
+    train = Dataset.from_list(reverse_text.rows("train", num_train))
+    held_out = Dataset.from_list(reverse_text.rows("eval", num_eval))
     return vf.SingleTurnEnv(dataset=train, eval_dataset=held_out, parser=parser, rubric=rubric)

@@ -1,19 +1,24 @@
-"""Questions over a corpus of pages, answered with two tools: search titles and texts (BM25), view a page.
+"""Questions about a corpus of pages, answered with two tools: search titles and texts (BM25), and view a page.
 
-corpus: a directory of .txt or .md pages, the first line its title; questions: JSON Lines with question and answer. With
-neither, 200 pages about made-up people and a question on each, for a model of any size to begin with."""
+corpus: a directory of .txt or .md pages whose first lines are their titles. questions: JSON Lines with question and
+answer. Without them there are 200 pages about made-up people with a question about each, which suit any model."""
 
+import functools
 import json
 import random
 from pathlib import Path
 
 from configs.environments.rubrics import TurnRubric
 from configs.environments.tools import ToolEnv
-from env import DataError, load_rows
+from env import ensure, load_rows
 
-PAGES, EVAL_PAGES, TOP = 200, 40, 3
-CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
-# Of the toy model's vocabulary: frequent strings, as a trained tokenizer has them. The rest is spelled out.
+PAGES = 200
+EVAL_PAGES = 40
+TOP = 3  # pages that a search finds at most
+CONSONANTS = "bcdfghjklmnprstvwz"
+VOWELS = "aeiou"
+SPLITS = {"pages": range(3), "warmup": range(3, 10)}  # {split: checksums of its names}
+# Frequent strings are tokens of the toy model, as in a trained tokenizer. It spells out everything else.
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "'
 TOKENS = [CALL % ("search_pages", "query"), CALL % ("view_page", "page_id"), '"}}\n</tool_call>']
 TOKENS += ["Where does ", " live?", " lives in "]
@@ -21,15 +26,18 @@ WARM_UP_STEPS = 155
 
 
 def word(rng, syllables):
-    return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(*syllables)))
+    parts = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(*syllables))]
+    return "".join(parts)
 
 
 def people(split, num):
-    """(name, home) pairs; a name's checksum names its split, so none is in two."""
-    rng, found, owner = random.Random(f"wiki_search {split}"), {}, {"pages": (0, 1, 2), "warmup": range(3, 10)}[split]
+    """Returns (name, home) pairs. A name's checksum decides on its split, so that no name is in two."""
+    rng = random.Random(f"wiki_search {split}")
+    found = {}
     while len(found) < num:
         name = word(rng, (2, 3))
-        if sum(ord(c) * 31**i for i, c in enumerate(name)) % 10 in owner:
+        checksum = sum(ord(c) * 31**i for i, c in enumerate(name)) % 10
+        if checksum in SPLITS[split]:
             found[name] = word(rng, (2, 2))
     return list(found.items())
 
@@ -43,13 +51,14 @@ def question(name):
 
 
 class Corpus:
-    """BM25 over titles and texts. pages: {id: (title, text)}."""
+    """An index (BM25) of titles and texts. pages: {id: (title, text)}."""
 
     def __init__(self, pages):
         import bm25s
 
-        self.pages, self.ids = pages, list(pages)
-        self.tokenize = lambda texts: bm25s.tokenize(texts, show_progress=False)
+        self.pages = pages
+        self.ids = list(pages)
+        self.tokenize = functools.partial(bm25s.tokenize, show_progress=False)
         self.index = bm25s.BM25()
         texts = [f"{title}\n{text}" for title, text in pages.values()]
         self.index.index(self.tokenize(texts), show_progress=False)
@@ -60,9 +69,11 @@ class Corpus:
         Args:
             query: words to look for
         """
-        hits, scores = self.index.retrieve(self.tokenize(query), k=min(TOP, len(self.ids)), show_progress=False)
+        most = min(TOP, len(self.ids))
+        hits, scores = self.index.retrieve(self.tokenize(query), k=most, show_progress=False)
         found = [self.ids[i] for i, score in zip(hits[0], scores[0]) if score > 0]
-        return "\n".join(f"{i}: {self.pages[i][0]}" for i in found) or "nothing found"
+        lines = [f"{page_id}: {self.pages[page_id][0]}" for page_id in found]
+        return "\n".join(lines) or "nothing found"
 
     def view_page(self, page_id: str) -> str:
         """Read a page.
@@ -76,11 +87,15 @@ class Corpus:
 
 
 def read_corpus(directory):
-    files = sorted(p for p in Path(directory).glob("**/*") if p.suffix in (".txt", ".md"))
-    if not files:
-        raise ValueError(f"env.args.corpus: no .txt or .md pages in {directory}")
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    return {str(i): (text.partition("\n")[0].lstrip("# "), text) for i, text in enumerate(texts)}
+    """Returns {id: (title, text)}."""
+    files = sorted(path for path in Path(directory).glob("**/*") if path.suffix in (".txt", ".md"))
+    ensure(files, f"env.args.corpus: no .txt or .md pages in {directory}")
+    pages = {}
+    for i, file in enumerate(files):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        title = text.partition("\n")[0].lstrip("# ")
+        pages[str(i)] = (title, text)
+    return pages
 
 
 def normal(text):
@@ -88,42 +103,54 @@ def normal(text):
 
 
 def correct(completion, answer):
-    """The last message is the answer and nothing else."""
-    return float(completion[-1]["role"] == "assistant" and normal(completion[-1]["content"] or "") == normal(answer))
+    """1 if the last message is the answer and nothing else."""
+    last = completion[-1]
+    is_right = normal(last["content"] or "") == normal(answer)
+    return float(last["role"] == "assistant" and is_right)
 
 
 def progress(completion, answer, info):
-    """Per turn: 1 for the first search that finds the right page, and for the first look at a page with the answer."""
-    scores, missing = [], {"search_pages": info.get("title") or answer, "view_page": answer}
+    """A number per turn: 1 for the first search that finds the right page, and 1 for the first view of a page with the
+    answer."""
+    scores = []
+    missing = {"search_pages": info.get("title") or answer, "view_page": answer}
     for message in completion:
         if message["role"] == "assistant":
             scores.append(0.0)
-            names = {c["id"]: c["function"]["name"] for c in message.get("tool_calls") or ()}
+            calls = message.get("tool_calls") or []
+            names = {call["id"]: call["function"]["name"] for call in calls}
             continue
-        wanted = missing.get(name := names.get(message.get("tool_call_id")))
-        if message["content"].startswith("error: "):  # it repeats what was asked
-            continue
-        if wanted and normal(wanted) in normal(message["content"]):
+        name = names.get(message.get("tool_call_id"))
+        is_error = message["content"].startswith("error: ")  # an error repeats the words of the call
+        wanted = missing.get(name)
+        if wanted and not is_error and normal(wanted) in normal(message["content"]):
             scores[-1] += 1.0
             del missing[name]
     return scores
 
 
 def demonstrations(num):
-    """For the supervised warm-up of the toy model: search, view, answer; about people of no page."""
-    rng, talks = random.Random(0), []
+    """Conversations for the toy model's supervised warm-up: search, view and answer, about people without a page."""
+    rng = random.Random(0)
+    talks = []
     for name, home in people("warmup", num):
         page_id = str(rng.randrange(PAGES))
-        talk = [{"role": "user", "content": question(name)}]
-        talk += [call("search_pages", {"query": name}), result(f"{page_id}: {name}")]
-        talk += [call("view_page", {"page_id": page_id}), result(page(name, home))]
-        talks.append(talk + [{"role": "assistant", "content": home}])
+        talk = [
+            {"role": "user", "content": question(name)},
+            call("search_pages", {"query": name}),
+            result(f"{page_id}: {name}"),
+            call("view_page", {"page_id": page_id}),
+            result(page(name, home)),
+            {"role": "assistant", "content": home},
+        ]
+        talks.append(talk)
     return talks
 
 
 def call(name, arguments):
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"role": "assistant", "content": "", "tool_calls": [{"id": "0", "type": "function", "function": function}]}
+    tool_call = {"id": "0", "type": "function", "function": function}
+    return {"role": "assistant", "content": "", "tool_calls": [tool_call]}
 
 
 def result(text):
@@ -132,18 +159,24 @@ def result(text):
 
 def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES, system_prompt=""):
     """The last num_eval questions are the eval split."""
-    folk = people("pages", PAGES)
-    pages = read_corpus(corpus) if corpus else {str(i): (name, page(name, home)) for i, (name, home) in enumerate(folk)}
-    rows = (
-        load_rows(questions)
-        if questions
-        else [{"question": question(n), "answer": h, "info": {"title": n}} for n, h in folk]
-    )
-    if len(rows) <= num_eval:
-        raise DataError(f"wiki_search: {len(rows)} questions, none left to train on; set env.args.num_eval")
+    pages = {}
+    rows = []
+    for i, (name, home) in enumerate(people("pages", PAGES)):
+        pages[str(i)] = (name, page(name, home))
+        rows.append({"question": question(name), "answer": home, "info": {"title": name}})
+    if corpus:
+        pages = read_corpus(corpus)
+    if questions:
+        rows = load_rows(questions)
+    problem = f"wiki_search: {len(rows)} questions, none left to train on; set env.args.num_eval"
+    ensure(len(rows) > num_eval, problem)
     cut = len(rows) - num_eval
-    index, rubric = Corpus(pages), TurnRubric([correct, progress], [0.6, 0.2])
-    tools = [index.search_pages, index.view_page]
+    index = Corpus(pages)
     return ToolEnv(
-        rows[:cut], tools, max_turns, eval_dataset=rows[cut:] or None, rubric=rubric, system_prompt=system_prompt
+        rows[:cut],
+        tools=[index.search_pages, index.view_page],
+        max_turns=max_turns,
+        eval_dataset=rows[cut:] or None,
+        rubric=TurnRubric([correct, progress], [0.6, 0.2]),
+        system_prompt=system_prompt,
     )

@@ -1,4 +1,4 @@
-"""Find a five-letter word in six guesses. Rules and words are our own; any five letters count as a guess."""
+"""Find a five-letter word in six guesses. Rules and words are our own; any five letters may be guessed."""
 
 import functools
 import random
@@ -26,12 +26,13 @@ point pound power press price pride prize proud queen quick quiet radio raise ra
 rough round royal salad scale scene score sense serve seven shade shape share sharp sheep shelf shell shirt shock short
 """
 NUM_EVAL = 50
-TOKENS = ["<guess>", "</guess>"]  # of the toy model's vocabulary; the rest is spelled out
+TOKENS = ["<guess>", "</guess>"]  # tokens of the toy model; it spells out everything else
 
 
 def words(split):
-    """One fixed shuffle; the first NUM_EVAL words are the eval split's."""
-    found = random.Random("wordle").sample(WORDS.split(), len(WORDS.split()))
+    """The words of a split, always in the same shuffled order."""
+    found = WORDS.split()
+    found = random.Random("wordle").sample(found, len(found))
     return found[:NUM_EVAL] if split == "eval" else found[NUM_EVAL:]
 
 
@@ -42,33 +43,40 @@ def rows(split, num, max_turns):
     return [{"question": f"{max_turns} left", "answer": secret} for secret in secrets[:num]]
 
 
-@functools.lru_cache(2**17)  # demonstrations compare all words with all
+@functools.lru_cache(2**17)  # the demonstrations compare every word with every other
 def marks(guess, secret):
-    """G: right place, Y: elsewhere, X: absent. A letter gets no more G and Y than the secret has of it."""
-    spare, found = Counter(s for g, s in zip(guess, secret) if g != s), ""
-    for g, s in zip(guess, secret):
-        if g != s and spare[g]:
-            spare[g] -= 1
+    """Marks each letter of a guess. G: right place, Y: elsewhere in the word, X: absent. A letter gets at most as many
+    G and Y as the secret has of it."""
+    pairs = list(zip(guess, secret))
+    spare = Counter(wanted for letter, wanted in pairs if letter != wanted)
+    found = ""
+    for letter, wanted in pairs:
+        if letter == wanted:
+            found += "G"
+        elif spare[letter]:
+            spare[letter] -= 1
             found += "Y"
         else:
-            found += "G" if g == s else "X"
+            found += "X"
     return found
 
 
 def read_guess(text, parser):
-    """The message's last guess, or None if it has none of five letters."""
+    """The message's last guess, or None if that does not have five letters."""
     guess = (parser.parse(text or "", last=True).guess or "").lower()
-    return guess if len(guess) == 5 and guess.isascii() and guess.isalpha() else None
+    is_word = len(guess) == 5 and guess.isascii() and guess.isalpha()
+    return guess if is_word else None
 
 
 def read_guesses(completion, parser):
-    """One per turn."""
-    return [read_guess(m["content"], parser) for m in completion if m["role"] == "assistant"]
+    """A guess, or None, per turn."""
+    return [read_guess(message["content"], parser) for message in completion if message["role"] == "assistant"]
 
 
 def feedback(guess, secret, left):
-    """Short: to the toy model each character is a token."""
-    return f"{marks(guess, secret) if guess else 'bad guess'} {left} left"
+    """A short text, since each character is a token of the toy model."""
+    verdict = marks(guess, secret) if guess else "bad guess"
+    return f"{verdict} {left} left"
 
 
 class Wordle(MultiTurnEnv):
@@ -77,7 +85,8 @@ class Wordle(MultiTurnEnv):
 
     def env_response(self, messages, state):
         guess = read_guess(messages[-1]["content"], self.parser)
-        return [{"role": "user", "content": feedback(guess, state["answer"], self.max_turns - state["turn"])}]
+        left = self.max_turns - state["turn"]
+        return [{"role": "user", "content": feedback(guess, state["answer"], left)}]
 
 
 def solved(completion, answer, parser):
@@ -87,13 +96,17 @@ def solved(completion, answer, parser):
 def best_greens(completion, answer, parser):
     """The largest share of letters in the right place."""
     guesses = [guess for guess in read_guesses(completion, parser) if guess]
-    return max((marks(guess, answer).count("G") / 5 for guess in guesses), default=0.0)
+    greens = [marks(guess, answer).count("G") for guess in guesses]
+    return max(greens, default=0) / 5
 
 
 def turns_left(completion, answer, parser, max_turns):
-    """1 for the first guess, 0 for the last one or none."""
+    """1 if the first guess is right, 0 if only the last one is, or none."""
     guesses = read_guesses(completion, parser)
-    return (max_turns - 1 - guesses.index(answer)) / max(max_turns - 1, 1) if answer in guesses else 0.0
+    if answer not in guesses:
+        return 0.0
+    left = max_turns - 1 - guesses.index(answer)
+    return left / max(max_turns - 1, 1)
 
 
 def rules(parser):
@@ -102,11 +115,15 @@ def rules(parser):
 
 
 def demonstrations(num, max_turns=6):
-    """For the supervised warm-up of the toy model: games with words of the train split. Any word comes first, then one
-    in line with all marks so far."""
-    rng, parser, pool, talks = random.Random(0), make_parser(False), words("train"), []
+    """Conversations for the toy model's supervised warm-up: games with words of the train split. The first guess is any
+    word, and each later one agrees with all marks so far."""
+    rng = random.Random(0)
+    parser = make_parser(False)
+    pool = words("train")
+    talks = []
     for _ in range(num):
-        secret, possible = rng.choice(pool), pool
+        secret = rng.choice(pool)
+        possible = pool
         talk = [{"role": "system", "content": rules(parser)}, {"role": "user", "content": f"{max_turns} left"}]
         for left in range(max_turns - 1, -1, -1):
             guess = rng.choice(possible)
@@ -125,9 +142,15 @@ def make_parser(use_think):
 
 
 def load_environment(num_train=250, num_eval=NUM_EVAL, max_turns=6, use_think=False):
-    """use_think: the policy writes its thoughts before each guess; give it the max_tokens for that."""
+    """use_think: the policy writes its thoughts before each guess, which needs a larger max_tokens."""
     parser = make_parser(use_think)
     funcs = [solved, best_greens, turns_left, parser.get_format_reward_func()]
     rubric = Rubric(funcs, [1.0, 0.2, 0.2, 0.2], parser=parser, max_turns=max_turns)
-    train, held_out = rows("train", num_train, max_turns), rows("eval", num_eval, max_turns)
-    return Wordle(train, max_turns, eval_dataset=held_out, system_prompt=rules(parser), rubric=rubric, parser=parser)
+    return Wordle(
+        rows("train", num_train, max_turns),
+        max_turns,
+        eval_dataset=rows("eval", num_eval, max_turns),
+        system_prompt=rules(parser),
+        rubric=rubric,
+        parser=parser,
+    )
