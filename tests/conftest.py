@@ -24,13 +24,9 @@ import pytest
 import torch
 
 import orchestrator
-<<<<<<< HEAD
-from configs import load_config, run_directory
-from configs.models import toy as tiny_model
-=======
 from configs import load_config
+from configs.models import toy as tiny_model
 from configs.runtime.directory import run_directory
->>>>>>> lang
 from orchestrator import save_batch
 from trainer import load_batch, start_distributed
 

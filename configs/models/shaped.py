@@ -9,15 +9,10 @@ import os
 import sys
 from pathlib import Path
 
-<<<<<<< HEAD
-from configs import run_role
-from configs.models import toy as tiny_model
-=======
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs.models import toy
 from configs.runtime.role import run_role
->>>>>>> lang
 
 SHAPES = {
     "0.6B": {

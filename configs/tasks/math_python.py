@@ -9,11 +9,7 @@ from configs.environments.parsers import extract_boxed_answer
 from configs.environments.sandbox import Sandbox
 from configs.environments.tools import ToolEnv
 from configs.tasks.gsm8k import number
-<<<<<<< HEAD
-from env import DataError, Rubric, load_rows
-=======
 from env import Rubric, ensure, load_rows
->>>>>>> lang
 
 FORMS = {
     "{a}*{b}+{c}": lambda a, b, c: a * b + c,
