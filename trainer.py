@@ -29,7 +29,7 @@ import re
 import shutil
 import socket
 import time
-from collections import Counter, namedtuple
+from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -63,8 +63,9 @@ class LoRALinear(nn.Linear):
     """y = W x + (alpha / r) B A x (2106.09685), with W frozen. add_lora turns an nn.Linear into one."""
 
     def forward(self, x):
-        low_rank = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A)
-        return super().forward(x) + F.linear(self.scale * low_rank, self.lora_B)
+        x_dropped = F.dropout(x, self.dropout, self.training)
+        low_rank = self.scale * F.linear(x_dropped, self.lora_A)
+        return super().forward(x) + F.linear(low_rank, self.lora_B)
 
 
 def add_lora(model, t):
@@ -82,10 +83,11 @@ def add_lora(model, t):
         require(matched, CONFIG, what)
         for module in matched:
             A = torch.empty(t.lora_rank, module.in_features)
+            nn.init.kaiming_uniform_(A, a=math.sqrt(5))
             module.__class__ = LoRALinear
             module.scale = t.lora_alpha / t.lora_rank
             module.dropout = t.lora_dropout
-            module.lora_A = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
+            module.lora_A = nn.Parameter(A)
             module.lora_B = nn.Parameter(torch.zeros(module.out_features, t.lora_rank))
 
 
@@ -105,7 +107,9 @@ class Policy(nn.Module):
         config = model.config.get_text_config()
         self.vocab = config.vocab_size
         self.softcap = getattr(config, "final_logit_softcapping", None)
-        self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        # Cohere multiplies its logits, Granite divides them, Gemma 2 caps them.
+        divisor = getattr(config, "logits_scaling", None) or 1
+        self.scale = getattr(config, "logit_scale", None) or 1 / divisor
         if device.type == "cuda":  # a chunk may then take a thirtieth of the GPU's memory
             self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
@@ -122,12 +126,14 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings()
         dtype = self.head_dtype or head.weight.dtype
         weights = {name: w.to(dtype) for name, w in weights.items()}
-        logits_NV = torch.func.functional_call(head, weights, hidden_ND.to(dtype)).float() * self.scale
+        logits_NV = torch.func.functional_call(head, weights, hidden_ND.to(dtype))
+        logits_NV = logits_NV.float() * self.scale
         if self.softcap:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         log_p_NV = (logits_NV / temperature_N[:, None]).log_softmax(-1)
         nll_N = F.nll_loss(log_p_NV, target_N, reduction="none")
-        return -torch.stack((nll_N, (log_p_NV.exp() * log_p_NV).sum(-1)))
+        entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1)
+        return torch.stack((-nll_N, entropy_N))
 
     def forward(self, micro):
         """Returns logp_N and entropy_N of the micro-batch's loss tokens: fp32, nats, at the sampling temperature.
@@ -140,16 +146,19 @@ class Policy(nn.Module):
             # Trained weights stay in fp32, so that the chunks' gradients accumulate in fp32.
             weights[name] = p.float() if p.requires_grad or self.head_dtype else p
         size = max(1, self.CHUNK // self.vocab)
-        inputs = [x.split(size) for x in (hidden_ND, micro["tokens_N"].long(), micro["temperature_N"])]
-        outputs = [checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in zip(*inputs)]
+        target_N = micro["tokens_N"].long()
+        chunks = zip(hidden_ND.split(size), target_N.split(size), micro["temperature_N"].split(size))
+        outputs = []
+        for chunk in chunks:
+            outputs.append(checkpoint(self.head, weights, *chunk, use_reentrant=False))
         logp, entropy = zip(*outputs)
         return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them
 
     def plain(self, row):
         """Log-probabilities of all tokens of a row but the first, by the model's own forward, for check_policy."""
         ids_W = torch.tensor(row, device=self.device)
-        logits_WV = self.model(input_ids=ids_W[None], use_cache=False).logits[0].float()
-        return -F.cross_entropy(logits_WV[:-1], ids_W[1:], reduction="none")
+        logits_WV = self.model(input_ids=ids_W[None], use_cache=False).logits[0]
+        return -F.cross_entropy(logits_WV[:-1].float(), ids_W[1:], reduction="none")
 
 
 def load_model(cfg):
@@ -178,7 +187,11 @@ def compiled(forward):
     """The compiled forward of a block. FSDP2 hands a block views of its inputs in the first pass and none when it is
     recomputed. Dynamo would compile two graphs, which save different tensors, so here it sees views both times."""
     run = torch.compile(forward, dynamic=True)
-    return lambda hidden_BWD, *args, **kwargs: run(hidden_BWD.view_as(hidden_BWD), *args, **kwargs)
+
+    def with_view(hidden_BWD, *args, **kwargs):
+        return run(hidden_BWD.view_as(hidden_BWD), *args, **kwargs)
+
+    return with_view
 
 
 def shard(policy, blocks, t):
@@ -189,7 +202,8 @@ def shard(policy, blocks, t):
     world = dist.get_world_size()
     kind = policy.device.type
     require(world % t.replicas == 0, CONFIG, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
-    mesh = dist.init_device_mesh(kind, (t.replicas, world // t.replicas), mesh_dim_names=("replicate", "shard"))
+    shape = (t.replicas, world // t.replicas)
+    mesh = dist.init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
     options = {"mesh": mesh if t.replicas > 1 else mesh["shard"]}
     if t.offload_optimizer and kind == "cuda":
         options["offload_policy"] = fsdp.CPUOffloadPolicy()
@@ -218,16 +232,17 @@ def build_policy(cfg):
         # Only reentrant checkpoints need gradients of the inputs, and they would give the first block another graph.
         model.disable_input_require_grads()
     policy = Policy(model, device, DTYPES.get(t.head_dtype))
-    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
+    names = model._no_split_modules or ()
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
     if t.compile:
         torch._dynamo.config.recompile_limit = 64  # all blocks share their code
         policy.head = torch.compile(policy.head, dynamic=True)
         for block in blocks:
             block.forward = compiled(block.forward)  # not the module: FSDP2's hooks stay outside
-    if dist.get_world_size() > 1 or t.dtype != "fp32" or t.offload_optimizer or t.replicas > 1:
-        shard(policy, blocks, t)
-    else:
+    if dist.get_world_size() == 1 and t.dtype == "fp32" and not t.offload_optimizer:
         policy.to(device)  # nothing to shard or cast
+    else:
+        shard(policy, blocks, t)
     if t.beta:
         from configs.algorithms import reference
 
@@ -274,12 +289,11 @@ def load_batch(path, cfg=None, step=None):
         refuse_other(info["run"], cfg, path)
         require(info["step"] == step, DATA, f"{path} holds batch {info['step']}")
     for i, s in enumerate(sequences):
-        s.setdefault("agent", "")
+        s.setdefault("ce", torch.zeros(lens[i]))
         s.setdefault("trainable", True)
-        s["ce"] = s.get("ce", torch.zeros(len(s["tokens"]))).nan_to_num()  # nan: another sequence has weights
-        # Forks and agents of a rollout share its key; a demonstration is a rollout of its own.
-        s["rollout_key"] = (s.get("env"), s.get("group"), s.get("rollout", f"sequence {i}"))
-    return Batch(sequences, {"max_tokens": max(lens)} | info)
+        s.setdefault("rollout", f"sequence {i}")  # a demonstration has neither group nor reward
+        s["baseline"] = (s.get("env"), s.get("group"), s.get("agent", ""))  # the rewards of these have one mean
+    return Batch(sequences, {"max_tokens": max(lens), "num_tokens": sum(lens)} | info)
 
 
 def partition_by_length(lens, budget, ranks, multiple, overhead):
@@ -293,7 +307,8 @@ def partition_by_length(lens, budget, ranks, multiple, overhead):
     cost = np.zeros(len(lens) + 1)  # of the best partition of the first n
     start = np.zeros(len(lens) + 1, dtype=int)  # where its last micro-batch begins
     for end, width in enumerate(widths, 1):
-        rows = np.arange(min(end, ranks * max(1, budget // width)), 0, -1)
+        most = ranks * max(1, budget // width)
+        rows = np.arange(min(end, most), 0, -1)
         costs = cost[end - rows] + -(-rows // ranks) * width + overhead
         cost[end] = costs.min()
         start[end] = end - rows[costs.argmin()]
@@ -316,28 +331,27 @@ def collate(sequences, device):
         row_N     [0 0 1]                   its sequence
 
     If there is no loss token, one of padding with mask_N = False stands in: every rank makes the same passes."""
-    # 1. Per-token fields, padded on the right to a common width.
+    # 1. Fields, padded on the right to a common width. A number of a sequence is every token's.
     multiple = SHAPES[device.type][0]
     longest = max(2, max(len(s["tokens"]) for s in sequences))
     width = -(-longest // multiple) * multiple
-    fields = {}
+    fields = {"temperature": torch.ones(len(sequences), width)}
     for name, values in sequences[0].items():
         if torch.is_tensor(values):
             padded = pad_sequence([s[name] for s in sequences], batch_first=True)
             fields[name] = F.pad(padded, (0, width - padded.shape[1]))
-    # 2. The loss tokens.
+        elif isinstance(values, int | float):
+            numbers = np.array([s.get(name) for s in sequences], "f4")  # None becomes nan
+            fields[name] = torch.tensor(numbers)[:, None].expand(-1, width)
+    # 2. The loss tokens, and what the loss may ask of them.
     is_loss_BW = fields["mask"] | (fields["ce"] != 0)
     if not is_loss_BW.any():
         is_loss_BW[0, 1] = True
     row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
-    # 3. What the model and the loss may ask of them.
-    micro = {"temperature": torch.ones(len(row_N))}
-    for name in sorted({key for s in sequences for key, value in s.items() if isinstance(value, int | float)}):
-        numbers = np.array([s.get(name) for s in sequences], "f4")  # None becomes nan
-        micro[name] = torch.tensor(numbers)[row_N]
-    micro |= {name: x_BW[is_loss_BW] for name, x_BW in fields.items()}
-    micro |= {"row": row_N, "index": row_N * width + position_N - 1}
-    micro = {f"{name}_N": x_N for name, x_N in micro.items()} | {"ids_BW": fields["tokens"].long()}
+    micro = {f"{name}_N": x_BW[is_loss_BW] for name, x_BW in fields.items()}
+    micro["ids_BW"] = fields["tokens"].long()
+    micro["row_N"] = row_N
+    micro["index_N"] = row_N * width + position_N - 1
     return {name: x.to(device, non_blocking=True) for name, x in micro.items()}
 
 
@@ -345,13 +359,14 @@ def make_micros(policy, sequences, info, cfg):
     """This rank's padded micro-batches, as many as every other rank has. Each knows the numbers of the whole optimizer
     step, over all micro-batches and ranks: sequences, and tokens and ce_tokens, those with a weight in that term."""
     world = dist.get_world_size()
-    mask_T = torch.cat([s["mask"] for s in sequences])
-    ce_T = torch.cat([s["ce"] for s in sequences])
+    num_tokens = sum(int(s["mask"].sum()) for s in sequences)
+    num_ce = sum(int(s["ce"].count_nonzero()) for s in sequences)
     numbers = {"sequences": len(sequences), "max_tokens": info["max_tokens"]}
-    numbers |= {"tokens": max(1, int(mask_T.sum())), "ce_tokens": max(1, int((ce_T != 0).sum()))}
+    numbers |= {"tokens": max(1, num_tokens), "ce_tokens": max(1, num_ce)}
     lens = [len(s["tokens"]) for s in sequences]
     budget = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
-    untrained = sequences[0] | {"mask": torch.zeros(lens[0], dtype=torch.bool), "ce": torch.zeros(lens[0])}
+    first = sequences[0]  # a rank without a row computes this one, untrained
+    untrained = first | {"mask": torch.zeros_like(first["mask"]), "ce": torch.zeros_like(first["ce"])}
     micros = []
     for part in partition_by_length(lens, budget, world, *SHAPES[policy.device.type]):
         rows = [sequences[i] for i in part[dist.get_rank() :: world]]
@@ -400,23 +415,26 @@ def add_advantages(sequences, t):
     trainer.gamma is below 1. A baseline is over (env, group, agent). Raises RunError with DATA if one is not finite."""
     groups = {}
     for s in sequences:
-        s["adv"] = torch.zeros(len(s["tokens"]))
-        if s.get("reward") is not None:  # a demonstration has none
-            group = groups.setdefault((s.get("env"), s.get("group"), s["agent"]), {})
-            group.setdefault(s["rollout_key"], []).append(s)  # more than one if it forked
-    # Any sequence of a rollout carries its metadata.
-    rollouts = [[forks[0] for forks in group.values()] for group in groups.values()]
-    if t.gamma < 1 or any(s.get("turn_rewards") for s in sequences):
+        if s.get("reward") is not None:
+            group = groups.setdefault(s["baseline"], {})
+            group[s["rollout"]] = s  # any sequence of a forked rollout carries its reward
+    rollouts = [list(group.values()) for group in groups.values()]
+    by_turn = t.gamma < 1 or any(s.get("turn_rewards") for s in sequences)
+    if by_turn:
         from configs.algorithms import turns
 
-        turns.add_advantages(groups, rollouts, t, compute_advantages)
+        table = turns.compute_advantages(rollouts, t, compute_advantages)
     else:
-        for group, advantages in zip(groups.values(), compute_advantages(rollouts, t.advantage)):
-            for forks, adv in zip(group.values(), advantages):
-                for s in forks:
-                    s["adv"] += adv
-    is_finite = all(s["adv"].isfinite().all() for s in sequences)
-    require(is_finite, DATA, f"trainer.advantage = {t.advantage!r}: not finite for some tokens")
+        table = compute_advantages(rollouts, t.advantage)
+    adv_of = {}
+    for key, group, advantages in zip(groups, groups.values(), table):
+        for rollout, adv in zip(group, advantages):
+            adv_of[key, rollout] = torch.tensor(adv)
+    for s in sequences:
+        adv = adv_of.get((s["baseline"], s["rollout"]), torch.tensor(0.0))
+        s["adv"] = adv[s["turn"].long()] if by_turn else adv.expand(len(s["tokens"]))
+        what = f"trainer.advantage = {t.advantage!r}: not finite in group {s['baseline']}"
+        require(s["adv"].isfinite().all(), DATA, what)
 
 
 # HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
@@ -463,10 +481,10 @@ def k3(log_r_N):
 
 
 def compute_loss(micro, logp_N, entropy_N, t):
-    """HACK HERE: the micro-batch's share of the step's loss, per token, and values to log -> (loss_N, {metric: value_N}).
+    """HACK HERE: the micro-batch's share of the step's loss, and values to log: (loss_N, {metric: value_N}).
 
-    A sum of terms, each with a weight per token, and divided by the number of tokens with that weight in the whole step.
-    So neither micro-batches nor ranks change the result."""
+    A sum of terms. Each has a weight per token, and is divided by the number of tokens with that weight in the whole
+    step, so that neither micro-batches nor ranks change the result."""
     # 1. Policy gradient, on what the policy said. Importance weights correct for the sampler's distance from pi_old.
     loss = configs.find(t.loss, LOSSES)
     if t.importance:
@@ -485,8 +503,8 @@ def compute_loss(micro, logp_N, entropy_N, t):
         logs["policy/kl_ref"] = kl_N
     # 3. Imitation, of tokens whoever said them.
     ce_N = -micro["ce_N"] * logp_N
-    loss_N = torch.where(micro["mask_N"], policy_N, 0) / micro["tokens"] + ce_N / micro["ce_tokens"]
-    return loss_N, logs
+    policy_N = torch.where(micro["mask_N"], policy_N, 0)
+    return policy_N / micro["tokens"] + ce_N / micro["ce_tokens"], logs
 
 
 def add_fields(policy, sequences, info, cfg):
@@ -507,21 +525,21 @@ def add_fields(policy, sequences, info, cfg):
 @torch.no_grad()
 def add_logp(name, policy, sequences, info, cfg):
     """Adds the policy's log-probabilities of the loss tokens, without dropout, as a field; 0 elsewhere. Collective."""
-    logp_T = torch.zeros(sum(len(s["tokens"]) for s in sequences), device=policy.device)
+    logp_T = torch.zeros(info["num_tokens"], device=policy.device)
     policy.eval()
     for micro in make_micros(policy, sequences, info, cfg):
         heartbeat()
         logp_N, _ = policy(micro)
-        logp_T[micro["at_N"]] += torch.where(is_trained(micro), logp_N, 0)
+        logp_T[micro["at_N"]] += where_trained(micro, logp_N)
     policy.train()
     dist.all_reduce(logp_T)  # every rank but one has 0
     for s in sequences:
         s[name] = logp_T[s["at"]].cpu()
 
 
-def is_trained(micro):
-    """False on padding, which stands in if a micro-batch has no loss token."""
-    return micro["mask_N"] | (micro["ce_N"] != 0)
+def where_trained(micro, x_N):
+    """x_N, and 0 on padding, which stands in if a micro-batch has no loss token."""
+    return torch.where(micro["mask_N"] | (micro["ce_N"] != 0), x_N, 0)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -535,7 +553,8 @@ def schedule(step, t, total):
     if step < warmup:
         return (step + 1) / (warmup + 1)
     left = (total - step) / max(total - warmup, 1)
-    return {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}.get(t.lr_scheduler_type, 1.0)
+    cosine = (1 - math.cos(math.pi * left)) / 2
+    return {"linear": left, "cosine": cosine}.get(t.lr_scheduler_type, 1.0)
 
 
 def set_learning_rate(optimizer, step, cfg):
@@ -550,22 +569,23 @@ def make_optimizer(policy, t):
     params = list(policy.trained().values())
     if t.optimizer:
         return configs.find(t.optimizer)(params, t)
-    betas = (0.9, t.adam_beta2)
-    return torch.optim.AdamW(params, lr=t.learning_rate, betas=betas, weight_decay=t.weight_decay, fused=True)
+    options = {"lr": t.learning_rate, "betas": (0.9, t.adam_beta2), "weight_decay": t.weight_decay}
+    return torch.optim.AdamW(params, fused=True, **options)
 
 
 def draw_minibatches(sequences, seed, num):
-    """Divides the sequences at random into one part for each optimizer step of a pass: the same parts on every rank, and
-    after a resume."""
+    """Divides the sequences at random into one part for each optimizer step of a pass: the same parts on every rank,
+    and after a resume."""
     parts = [[] for _ in range(num)]
-    for s, i in zip(sequences, np.random.default_rng(seed).permutation(len(sequences))):
-        parts[i % num].append(s)
+    places = np.random.default_rng(seed).permutation(len(sequences))
+    for s, place in zip(sequences, places):
+        parts[place % num].append(s)
     return [part for part in parts if part]
 
 
 def apply_gradients(policy, optimizer, scale, max_norm):
-    """Divides the gradients by `scale`, clips them and takes an optimizer step. Returns their norm; if it is not finite,
-    nothing is changed, on any rank."""
+    """Divides the gradients by `scale`, clips them and takes an optimizer step. Returns their norm; if it is not
+    finite, nothing is changed, on any rank."""
     params = list(policy.trained().values())
     torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
     grad_norm = full(nn.utils.clip_grad_norm_(params, max_norm)).item()
@@ -573,6 +593,31 @@ def apply_gradients(policy, optimizer, scale, max_norm):
         optimizer.step()
     optimizer.zero_grad()
     return grad_norm
+
+
+def fill_in_old_logp(micro, logp_N):
+    """nan means that no sampler's probability is known: the ratio then starts at 1, from the policy before the batch's
+    first update. Unless add_fields has found it, this is the first update, and logp_N is it."""
+    prox_N = micro.setdefault("prox_logp_N", logp_N)
+    is_unknown_N = micro["old_logp_N"].isnan()
+    micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
+
+
+def add_up(sums, logs, mask_N):
+    """Adds what a micro-batch logs per token to the sums of the step."""
+    for name, value_N in logs.items():
+        counted_N = torch.where(mask_N, value_N.detach(), 0)
+        sums[name] += counted_N.sum().float()
+
+
+def token_means(sums, sequences):
+    """{name: sum on this rank} -> {name: mean over the tokens of the policy's own, on all ranks}. Collective."""
+    tokens = sum(int(s["mask"].sum()) for s in sequences)
+    names = sorted(sums)
+    total = torch.stack([sums[name] for name in names])
+    dist.all_reduce(total)
+    means = total / max(1, tokens)
+    return dict(zip(names, means.tolist()))
 
 
 def train_step(policy, optimizer, batch, step, cfg):
@@ -583,10 +628,11 @@ def train_step(policy, optimizer, batch, step, cfg):
     t = cfg.trainer
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
-    logp_T = torch.zeros(sum(len(s["tokens"]) for s in batch.sequences), device=policy.device)
+    logp_T = torch.zeros(batch.info["num_tokens"], device=policy.device)
     # 1. What is a function of the step: the learning rate and, with the rank, dropout.
     set_learning_rate(optimizer, step, cfg)
-    torch.manual_seed((cfg.run.seed << 32) + step * dist.get_world_size() + dist.get_rank())
+    draw = step * dist.get_world_size() + dist.get_rank()
+    torch.manual_seed((cfg.run.seed << 32) + draw)
     # 2. What must be known before the first update.
     check_tokens(policy, sequences)
     add_advantages(sequences, t)
@@ -601,10 +647,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 # 3. Log-probabilities of the loss tokens.
                 heartbeat()
                 logp_N, entropy_N = policy(micro)
-                now_N = logp_N.detach()
-                prox_N = micro.setdefault("prox_logp_N", now_N)
-                # nan means that no sampler's probability is known: the ratio then starts at 1.
-                micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), prox_N, micro["old_logp_N"])
+                fill_in_old_logp(micro, logp_N.detach())
                 # 4. The loss and its gradient. Replicas exchange gradients once, after the last micro-batch.
                 loss_N, logs = compute_loss(micro, logp_N, entropy_N, t)
                 if t.replicas > 1:
@@ -612,21 +655,20 @@ def train_step(policy, optimizer, batch, step, cfg):
                 (scale * loss_N.sum()).backward()
                 # 5. What is logged is of the first pass.
                 if update == 0:
-                    logs |= {"policy/entropy": entropy_N, "policy/kl_sampler": k3(now_N - micro["old_logp_N"])}
-                    for name, value_N in logs.items():
-                        sums[name] += torch.where(micro["mask_N"], value_N.detach(), 0).sum().float()
+                    logs["policy/entropy"] = entropy_N
+                    logs["policy/kl_sampler"] = k3(logp_N - micro["old_logp_N"])
+                    add_up(sums, logs, micro["mask_N"])
                     sums["loss"] += loss_N.detach().sum() * micro["tokens"]
-                    logp_T[micro["at_N"]] += torch.where(is_trained(micro), now_N, 0)
+                    logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
             skipped += not math.isfinite(grad_norm)
     # 7. Sums become means over all ranks.
     dist.all_reduce(logp_T)  # every rank but one has 0
-    total = torch.stack([sums[name] for name in sorted(sums)])
-    dist.all_reduce(total)
-    tokens = sum(int(s["mask"].sum()) for s in sequences)
-    metrics = dict(zip(sorted(sums), (total / max(1, tokens)).tolist()))
-    metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm, "optim/skipped": skipped}
+    metrics = token_means(sums, sequences)
+    metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
+    metrics["optim/grad_norm"] = grad_norm
+    metrics["optim/skipped"] = skipped
     metrics["time/train_s"] = time.perf_counter() - started
     metrics["perf/tokens_per_s"] = t.updates_per_batch * len(logp_T) / metrics["time/train_s"]
     metrics["perf/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
@@ -640,8 +682,8 @@ SAID = 4  # tokens that the policy says after each; every one is a step of the e
 
 
 def stream_weights(model, dtype, adapters):
-    """Yields {name in the checkpoint: tensor}, one group after the other, as a sampler wants them: in dtype, LoRA merged,
-    or with `adapters` A and B alone. Only one group exists at a time: a transformer block, in which fused experts are
+    """Yields {name in the checkpoint: tensor}, group by group, as a sampler wants them: in dtype, with LoRA merged, or
+    with `adapters` A and B alone. Only one group exists at a time: a transformer block, in which fused experts are
     whole, or a tensor outside of the blocks. Collective: every rank goes through all of them."""
     params = dict(model.named_parameters())  # tied weights are in it once
     saved = model.state_dict()
@@ -674,8 +716,8 @@ def gather(model, name, dtype):
 
 
 def make_group(store, rank, spec):
-    """A process group beside torch's default one, which vLLM has for itself. NCCL's own limit is twice that of the waits
-    on it: otherwise it aborts the process before we can report the error."""
+    """A process group beside torch's default one, which vLLM has for itself. NCCL's own limit is twice that of the
+    waits on it: otherwise it aborts the process before we can report the error."""
     limit = timedelta(seconds=spec["timeout_s"])
     if spec["backend"] == "gloo":
         return dist.ProcessGroupGloo(store, rank, spec["size"], limit)
@@ -685,16 +727,19 @@ def make_group(store, rank, spec):
 def broadcast(group, tensor, *limit):
     """Rank 0's tensor -> the same tensor on every rank. It goes as bytes, which every backend knows. On NCCL a wait
     without a limit only orders the streams; one with a limit polls, which takes a millisecond."""
-    group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(*limit)
+    as_bytes = tensor.view(-1).view(torch.uint8)
+    group.broadcast(as_bytes, 0).wait(*limit)
     return tensor
 
 
 def send_group(group, tensors, device, limit):
-    """Broadcasts a group of tensors behind a header: its length in bytes, and in JSON their names, shapes and dtypes."""
-    about = [(name, list(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in tensors.items()]
-    header = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device=device)
-    broadcast(group, torch.tensor([len(header)], device=device), limit)
-    broadcast(group, header, limit)
+    """Broadcasts a group of tensors behind a header: its length, and in JSON their names, shapes and dtypes."""
+    about = []
+    for name, w in tensors.items():
+        about.append((name, list(w.shape), str(w.dtype).removeprefix("torch.")))
+    text = json.dumps(about).encode()
+    broadcast(group, torch.tensor([len(text)], device=device), limit)
+    broadcast(group, torch.tensor(list(text), dtype=torch.uint8, device=device), limit)
     for w in tensors.values():
         broadcast(group, w.to(device).contiguous())
 
@@ -702,13 +747,14 @@ def send_group(group, tensors, device, limit):
 def receive_groups(group, device, limit):
     """The other end of send_group: yields (name, tensor) until an empty group comes."""
     while True:
-        size = broadcast(group, torch.zeros(1, dtype=torch.int64, device=device), limit)
-        header = broadcast(group, torch.empty(int(size), dtype=torch.uint8, device=device), limit)
-        about = json.loads(bytes(header.tolist()))
+        size = broadcast(group, torch.tensor([0], device=device), limit)
+        text = broadcast(group, torch.empty(int(size), dtype=torch.uint8, device=device), limit)
+        about = json.loads(bytes(text.tolist()))
         if not about:
             return
         for name, shape, dtype in about:
-            yield name, broadcast(group, torch.empty(shape, dtype=getattr(torch, dtype), device=device))
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            yield name, broadcast(group, tensor)
 
 
 class WeightSender:
@@ -727,7 +773,8 @@ class WeightSender:
         self.device = device if backend == "nccl" else torch.device("cpu")
         self.spec = {"backend": backend, "timeout_s": t.sync_timeout_s}
         # A server may close an idle connection just as it is used. No proxy belongs between the roles.
-        self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
+        once = {"Connection": "close"}
+        self.http = httpx.Client(timeout=t.sync_timeout_s, headers=once, trust_env=False)
         self.pool = ThreadPoolExecutor(64)
 
     def connect(self):
@@ -745,8 +792,8 @@ class WeightSender:
         args = self.cfg.inference.args
         workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         self.spec |= {"host": host, "port": port, "size": 1 + workers * len(self.urls)}
-        firsts = [{"first": 1 + workers * i} for i in range(len(self.urls))]
-        with self.workers_do("join_weight_group", firsts):
+        ranks = [{"first": 1 + workers * i} for i in range(len(self.urls))]
+        with self.workers_do("join_weight_group", ranks):
             self.group = make_group(self.store, 0, self.spec)
 
     def wait_ready(self, url):
@@ -776,8 +823,8 @@ class WeightSender:
 
     @contextlib.contextmanager
     def workers_do(self, method, specs):
-        """Every worker of every server runs a method of WeightReceiver while rank 0 does the body of the `with`. If both
-        fail, the workers' error is the cause."""
+        """Every worker of every server runs a method of WeightReceiver while rank 0 does the body of the `with`. If
+        both fail, the workers' error is the cause."""
         calls = []
         for url, spec in zip(self.urls, specs):
             body = {"method": method, "args": [self.spec | spec]}
@@ -794,8 +841,8 @@ class WeightSender:
     def say(self, version, rows):
         """Lets every server go on with the rows. Returns [(SAID token ids, their logprobs), ...] by server and row."""
         body = {"model": configs.served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID}
-        body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, "cache_salt": str(time.time())}
-        body["priority"] = -1  # before all rollouts
+        body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+        body |= {"cache_salt": str(time.time()), "priority": -1}  # before all rollouts
         choices = []
         for reply in self.post_all("/v1/completions", body):
             choices += reply["choices"]
@@ -815,23 +862,26 @@ class WeightReceiver:
         weights = receive_groups(self.sync_group, device, timedelta(seconds=spec["timeout_s"]))
         if not spec["adapter"]:
             return self.reload_weights(weights_iterator=weights)
+        from configs.serving import adapters
+
         tensors = dict(weights)
         if self.rank == 0:
-            write_adapter(tensors, **spec["adapter"])
+            adapters.write(tensors=tensors, **spec["adapter"])
 
 
 def send_weights(sender, policy, version, cfg):
-    """Streams all weights to the servers; one that has got a part stays paused if the rest does not come, or without the
-    adapter: none ever samples from a mixture of two versions. Collective; sender is None on all ranks but the first."""
+    """Streams all weights to the servers. If the rest does not come, a server that has got a part stays paused, or
+    without the adapter: none ever samples from a mixture of two versions. Collective; other ranks have no sender."""
     groups = stream_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     if not sender:
-        for _ in groups:
-            pass
+        deque(groups, maxlen=0)  # takes part in gathering, and keeps nothing
         return
     spec = {"adapter": None}
     if cfg.sends_adapters:
-        path = adapter_path(sender.run_dir, version, cfg)
-        spec["adapter"] = {"path": str(path), "t": cfg.trainer._asdict(), "model": cfg.run.model}
+        from configs.serving import adapters
+
+        path = str(adapters.directory(sender.run_dir, version, cfg))
+        spec["adapter"] = {"path": path, "t": cfg.trainer._asdict(), "model": cfg.run.model}
     else:
         sender.post_all("/pause?mode=keep&clear_cache=false")  # with a cleared cache it reads all prompts again
     with sender.workers_do("receive_weights", [spec] * len(sender.urls)):
@@ -841,28 +891,13 @@ def send_weights(sender, policy, version, cfg):
             tensors.clear()  # before the next group is gathered
         send_group(sender.group, {}, sender.device, sender.limit)
     if cfg.sends_adapters:
-        load_adapter(sender, path, version, cfg)
+        adapters.load(sender, version, cfg)
     else:
         sender.post_all("/resume")
 
 
-def adapter_path(run_dir, version, cfg):
-    return run_dir.absolute() / "adapters" / configs.served_name(cfg, version)
-
-
-def load_adapter(sender, path, version, cfg):
-    """Makes the servers load an adapter under its own name, and drop the one that no request can name any more."""
-    old = adapter_path(sender.run_dir, version - cfg.orchestrator.max_staleness - 2, cfg)
-    for url in sender.urls:
-        for name in (old.name, path.name):  # a trainer before this one may have loaded the second; 404 if not
-            sender.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
-    # Not "load_inplace", with which vLLM 0.32 reads the file again at each of its steps.
-    sender.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def sync_weights(sender, policy, version, cfg, batch=None):
-    """Makes `version` live on all servers -> metrics. Collective: all ranks gather, rank 0 alone talks to the servers."""
+    """Makes `version` live on all servers, and returns metrics. Collective: rank 0 alone talks to the servers."""
     started = time.perf_counter()
     send_weights(sender, policy, version, cfg)
     metrics = canary(sender, policy, version, cfg, batch)
@@ -898,7 +933,8 @@ def score(policy, rows, firsts):
     sequences = []
     for row, first in zip(rows, firsts):
         mask = torch.arange(len(row)) >= first
-        sequences.append({"tokens": torch.tensor(row), "mask": mask, "ce": torch.zeros(len(row))})
+        tokens = torch.tensor(row)
+        sequences.append({"tokens": tokens, "mask": mask, "ce": torch.zeros(len(row))})
     return policy(collate(sequences, policy.device))[0]
 
 
@@ -906,9 +942,12 @@ def compare(logp_N, other_N, t, mean_limit, code, what):
     """The largest and the mean difference, in nats. Raises RunError if in fp32 the largest is above 1e-3, or in 16 bits
     the mean above mean_limit; trainer.max_sync_dlogp is another limit."""
     diff_N = (logp_N[: len(other_N)] - other_N).abs()
-    numbers = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
-    key = "sync/dlogp_max" if t.dtype == "fp32" else "sync/dlogp_mean"
-    limit = t.max_sync_dlogp or (1e-3 if t.dtype == "fp32" else mean_limit)
+    numbers = {"sync/dlogp_max": float(diff_N.max()), "sync/dlogp_mean": float(diff_N.mean())}
+    key = "sync/dlogp_mean"
+    if t.dtype == "fp32":
+        key = "sync/dlogp_max"
+        mean_limit = 1e-3
+    limit = t.max_sync_dlogp or mean_limit
     require(numbers[key] <= limit, code, f"{what}: {numbers}; {key} may be {limit:g}")
     return numbers
 
@@ -919,7 +958,8 @@ def random_rows(policy, cfg):
     rows = []
     for length in CANARY:
         size = max(2, min(length, cfg.run.max_seq_len - SAID))
-        rows.append(torch.randint(policy.vocab, [size], generator=draw).tolist())
+        row = torch.randint(policy.vocab, [size], generator=draw)
+        rows.append(row.tolist())
     return rows
 
 
@@ -944,17 +984,19 @@ def canary_rows(batch, num_servers, cfg):
     """Prompts of the batch that the servers go on with; what all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
     longest = max(1, budget // (len(CANARY) * num_servers) - SAID)
+    stride = -(-len(batch.sequences) // len(CANARY))
     rows = []
-    for s in batch.sequences[:: -(-len(batch.sequences) // len(CANARY))]:
+    for s in batch.sequences[::stride]:
         prompt = int(s["mask"].int().argmax())  # tokens before the first that the policy said
-        rows.append(s["tokens"][: max(1, min(prompt, longest))].tolist())
+        row = s["tokens"][: max(1, min(prompt, longest))]
+        rows.append(row.tolist())
     return rows
 
 
 @torch.no_grad()
 def canary(sender, policy, version, cfg, batch):
-    """Compares trainer and servers after a sync -> sync/*, in nats. Each server continues the same rows, and the trainer
-    scores what they said, in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
+    """Compares trainer and servers after a sync: metrics, in nats. Each server continues the same rows, and the trainer
+    scores what they said in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
     num_servers = max(1, len(cfg.inference.urls))
     rows = canary_rows(batch, num_servers, cfg) if batch else random_rows(policy, cfg)
     policy.eval()
@@ -962,11 +1004,14 @@ def canary(sender, policy, version, cfg, batch):
         score(policy, rows[:1], [0])  # takes part in the forward
         policy.train()
         return {}
-    said = sender.say(version, rows)
-    rows = rows * num_servers
-    logp_N = score(policy, [row + ids for row, (ids, _) in zip(rows, said)], [len(row) for row in rows])
+    whole = []
+    others = []
+    for row, (ids, logps) in zip(rows * num_servers, sender.say(version, rows)):
+        whole.append(row + ids)
+        others += logps
+    logp_N = score(policy, whole, [len(row) - SAID for row in whole])
     policy.train()
-    other_N = torch.tensor([x for _, logps in said for x in logps], device=policy.device)
+    other_N = torch.tensor(others, device=policy.device)
     what = f"canary after sync of version {version}: trainer and server differ"
     mean_limit = 0.05 if batch else 0.2  # after random rows the policy says what nobody would
     return compare(logp_N, other_N, cfg.trainer, mean_limit, DIED, what)
@@ -987,7 +1032,7 @@ def refuse_non_finite(tensors, what):
 
 def state_of(policy, optimizer):
     """{name: tensor, or a rank's part of it} of what training changes: parameters, optimizer, extra."""
-    state = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
+    state = {f"extra/{name}": x for name, x in policy.extra.items() if torch.is_tensor(x)}
     for name, p in policy.trained().items():
         state[f"policy/{name}"] = p.detach()
         for key, value in optimizer.state[p].items():
@@ -1016,10 +1061,11 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg):
     if dist.get_rank() > 0:
         return
     state = {"step": step, "run": identity(cfg), "shards": shard_sizes(tmp)}
-    state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
+    state["extra"] = {name: x for name, x in policy.extra.items() if not torch.is_tensor(x)}
     (tmp / "state.json").write_text(json.dumps(state))
     os.rename(tmp, path)
-    for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:
+    kept = sorted(path.parent.glob("step_??????"))
+    for old in kept[: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
 
 
@@ -1028,9 +1074,9 @@ def load_checkpoint(path, policy, optimizer, cfg):
     file is damaged. Collective."""
     state = json.loads((path / "state.json").read_text())
     sizes = shard_sizes(path)
-    wrong = sorted(name for name, size in state["shards"].items() if sizes.get(name) != size)
-    damage = f"{path}/{', '.join(wrong)} is damaged. Remove {path}, then the one before it is used"
-    require(not wrong, STORAGE, damage)
+    for name, size in state["shards"].items():
+        damage = f"{path}/{name} is damaged. Remove {path}, then the one before it is used"
+        require(sizes.get(name) == size, STORAGE, damage)
     refuse_other(state["run"], cfg, path)
     policy.extra |= state["extra"]
     reader = dcp.HuggingFaceStorageReader(str(path))
@@ -1042,7 +1088,8 @@ def load_checkpoint(path, policy, optimizer, cfg):
     for key, meta in saved.items():
         name = key.removeprefix("extra/")
         if key.startswith("extra/") and name not in policy.extra:
-            policy.extra[name] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=policy.device)
+            like = {"dtype": meta.properties.dtype, "device": policy.device}
+            policy.extra[name] = torch.zeros(meta.size, **like)
     # A parameter that never had a gradient has no state there; all parameters must be there.
     wanted = {}
     for name, tensor in state_of(policy, optimizer).items():
@@ -1050,18 +1097,6 @@ def load_checkpoint(path, policy, optimizer, cfg):
             wanted[name] = tensor
     dcp.load(wanted, storage_reader=reader)
     return state["step"]
-
-
-def write_adapter(tensors, path, t, model):
-    """A PEFT adapter directory, which peft and vLLM load. t: the [trainer] table as a dict. tensors have the names of
-    the checkpoint, by which vLLM finds its modules; it says nothing if it finds none."""
-    renamed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
-    Path(path).mkdir(parents=True, exist_ok=True)
-    save_file(renamed, Path(path, "adapter_model.safetensors"))
-    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "bias": "none"}
-    about |= {"r": t["lora_rank"], "lora_alpha": t["lora_alpha"], "lora_dropout": t["lora_dropout"]}
-    about["target_modules"] = t["lora_target_modules"]
-    Path(path, "adapter_config.json").write_text(json.dumps(about))
 
 
 def write_final(run_dir, policy, cfg):
@@ -1075,7 +1110,9 @@ def write_final(run_dir, policy, cfg):
     if dist.get_rank() > 0:
         return
     if t.use_lora:
-        write_adapter(tensors, final, t._asdict(), cfg.run.model)
+        from configs.serving import adapters
+
+        adapters.write(final, tensors, t._asdict(), cfg.run.model)
     else:
         final.mkdir(exist_ok=True)
         save_file(tensors, final / "model.safetensors", {"format": "pt"})
@@ -1095,11 +1132,14 @@ def log_step(run_dir, step, metrics, logp_T):
     tmp = run_dir / "batches" / f"logp_{step:06d}.tmp"
     save_file({"logp": logp_T.cpu()}, tmp)
     os.replace(tmp, tmp.with_suffix(".safetensors"))
-    metrics = {key: value for key, value in metrics.items() if value is not None and math.isfinite(value)}
+    line = {"step": step, "time": time.time(), "version": step + 1}
+    for key, value in metrics.items():
+        if value is not None and math.isfinite(value):
+            line[key] = value
     with open(run_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
+        file.write(json.dumps(line) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
-    text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if key in metrics]
+    text = [f"{name} {line[key]:.3g}" for name, key in shown.items() if key in line]
     print(f"step {step:5d}", *text, f"seconds {metrics['time/step_s']:.3g}", sep=" | ", flush=True)
 
 
@@ -1110,7 +1150,9 @@ def start_distributed(cfg):
     """Joins torchrun's ranks, or is the only rank without it. No rank waits longer for another than the watchdog does
     for all of them."""
     limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if "RANK" in os.environ:
+        alone = {}
     is_hidden = not os.environ.get("CUDA_VISIBLE_DEVICES") or not torch.version.cuda
     is_cuda = torch.cuda.is_available()
     require(is_cuda or is_hidden, CONFIG, f"torch {torch.__version__} finds no GPU: is the driver too old?")
@@ -1123,15 +1165,17 @@ def check_hooks(t):
     """Raises RunError with CONFIG if a function that trainer.* names does not exist, or not take its arguments."""
     configs.find(t.advantage, ADVANTAGES)
     configs.find(t.optimizer, {"": None})
-    hooks = [(t.loss, configs.find(t.loss, LOSSES), t.loss_args, 3)]
+    check_arguments(t.loss, configs.find(t.loss, LOSSES), t.loss_args)
     if t.importance:
-        hooks.append((t.importance, configs.find(t.importance), t.importance_args, 2))
-    for name, function, args, num_given in hooks:
-        signature = inspect.signature(function)
-        try:
-            signature.bind(*range(num_given), **args)
-        except TypeError as e:
-            raise RunError(CONFIG, f"{name} takes {signature}: {e}") from None
+        check_arguments(t.importance, configs.find(t.importance), t.importance_args)
+
+
+def check_arguments(name, function, args):
+    """Raises RunError with CONFIG if one of the arguments is none that the function has a default for."""
+    parameters = inspect.signature(function).parameters.values()
+    known = [p.name for p in parameters if p.default is not p.empty]
+    unknown = sorted(set(args) - set(known))
+    require(not unknown, CONFIG, f"{name} has no argument {unknown}: it takes {known}")
 
 
 def resume(run_dir, policy, optimizer, cfg):

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
@@ -25,7 +25,7 @@ import torch
 
 import orchestrator
 from configs import load_config
-from configs.models import toy as tiny_model
+from configs.models import toy
 from configs.runtime.directory import run_directory
 from orchestrator import save_batch
 from trainer import load_batch, start_distributed
@@ -51,13 +51,12 @@ gradient_checkpointing = false
 micro_batch_size = 8
 """
 
-
 GIT = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["true"]
 COMMIT = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def some(cases, num):
-    """All with --all; `num` of them else, chosen by the commit."""
+    """All with --all; otherwise `num` of them, chosen by the commit."""
     chosen = set(map(str, random.Random(COMMIT).sample(list(cases), num)))
     return [case if str(case) in chosen else pytest.param(case, marks=pytest.mark.long) for case in cases]
 
@@ -66,12 +65,7 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
 
 
-SLOWEST = (
-    "test_crash.py",
-    "test_proof.py",
-    "test_first_hour.py",
-    "test_vllm.py",
-)  # begin first, each on its own worker
+SLOWEST = ("test_crash.py", "test_proof.py", "test_first_hour.py", "test_vllm.py")  # they begin first
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,13 +78,12 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """{"untied", "tied", "tools"}: directories of random two-layer character models; the last, tied, knows TOKENS,
-    too."""
-    root, names = tmp_path_factory.mktemp("models"), ("untied", "tied", "tools")
-    for name in names:
-        tokenizer = tiny_model.make_tokenizer(TOKENS if name == "tools" else ())
-        tiny_model.make_model(root / name, tokenizer, layers=2, hidden=64, tied=name != "untied")
-    return {name: root / name for name in names}
+    """Directories of random two-layer character models: "untied", "tied", and "tools", which is tied and knows TOKENS."""
+    paths = {name: tmp_path_factory.mktemp("models") / name for name in ("untied", "tied", "tools")}
+    for name, path in paths.items():
+        tokenizer = toy.make_tokenizer(TOKENS if name == "tools" else ())
+        toy.make_model(path, tokenizer, layers=2, hidden=64, tied=name != "untied")
+    return paths
 
 
 @pytest.fixture
@@ -110,19 +103,20 @@ def distributed():
     start_distributed(load_config(ROOT / "configs" / "reverse_text.toml"))
 
 
-def make_samples(num=12, seed=0, vocab=102, longest=24, group=4):
-    """Random samples in groups; old_logp around -log(vocab), where a random model is. Some prompts have one token."""
-    rng, samples = random.Random(seed), []
+def make_sequences(num=12, seed=0, vocab=102, longest=24, group=4):
+    """Random sequences in groups; old_logp around -log(vocab), where a random model is. Some prompts have one token."""
+    rng = random.Random(seed)
+    sequences = []
     for i in range(num):
-        prompt, answer = rng.randint(1, 6), rng.randint(1, longest - 6)
-        tokens = [rng.randrange(vocab) for _ in range(prompt + answer)]
-        samples.append({
-            "tokens": tokens, "mask": [0] * prompt + [1] * answer,
+        prompt = rng.randint(1, 6)
+        answer = rng.randint(1, longest - 6)
+        sequences.append({
+            "tokens": [rng.randrange(vocab) for _ in range(prompt + answer)], "mask": [0] * prompt + [1] * answer,
             "old_logp": [0.0] * prompt + [-4.6 + rng.uniform(-0.5, 0.5) for _ in range(answer)],
             "turn": [0] * (prompt + answer), "reward": rng.random(), "group": i // group, "rollout": i % group,
-            "temperature": 1.0, "age": 0, "versions": [0, 0], "env": "test", "num_turns": 1,
+            "temperature": 1.0, "staleness": 0, "versions": [0, 0], "env": "test", "num_turns": 1,
         })  # fmt: skip
-    return samples
+    return sequences
 
 
 @pytest.fixture
@@ -133,15 +127,15 @@ def batches(tmp_path):
         path = tmp_path / "saved"
         path.mkdir(exist_ok=True)
         for n in range(num):
-            info = {"run": {"run": "test"}, "step": n, "rollouts": 12, "max_tokens": 16}
-            save_batch(path / f"step_{n:06d}.safetensors", make_samples(seed=n, **kwargs), info)
+            info = {"run": {"run": "test"}, "step": n, "max_tokens": 16}
+            save_batch(path / f"step_{n:06d}.safetensors", make_sequences(seed=n, **kwargs), info)
         return path
 
     return make
 
 
 def run_trainer(toml, *args, ranks=1, timeout=120, check=True):
-    """trainer.py in its own process or torchrun -> CompletedProcess."""
+    """Runs trainer.py in its own process or by torchrun. Returns the CompletedProcess."""
     launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command = [*(launch if ranks > 1 else [sys.executable]), str(ROOT / "trainer.py"), str(toml), *map(str, args)]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -161,7 +155,7 @@ def free_port():
 
 
 def launch(toml, *overrides, timeout=90, check=True, **env):
-    """bash launch.sh with the fake server -> CompletedProcess."""
+    """Runs launch.sh with the fake server. Returns the CompletedProcess."""
     env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"} | env
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
@@ -171,7 +165,7 @@ def launch(toml, *overrides, timeout=90, check=True, **env):
 
 
 def start(command, log, **env):
-    """In a process group of its own -> Popen."""
+    """Starts a command in a process group of its own. Returns its Popen."""
     with open(log, "w") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env, cwd=ROOT, start_new_session=True)
 
@@ -202,21 +196,22 @@ def stop(process):
 @pytest.fixture(scope="session")
 def fake_servers(models, tmp_path_factory):
     """fake_servers(template) -> url of a fake server with that chat template; one process for each."""
-    found, folder = {}, tmp_path_factory.mktemp("fake")
+    urls, processes = {}, []
 
     def get(template=""):
-        if template not in found:
-            port, log = free_port(), folder / str(len(found))
+        if template not in urls:
+            port = free_port()
+            log = tmp_path_factory.mktemp("fake") / "log"
             command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
             command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
-            command += ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-            process = start([*command, *(["--chat-template", template] if template else [])], log)
-            found[template] = f"http://127.0.0.1:{port}", process
-            wait_for(f"http://127.0.0.1:{port}", process, log)
-        return found[template][0]
+            command += ["--enable-auto-tool-choice", *(["--chat-template", template] if template else [])]
+            processes.append(start(command, log))
+            urls[template] = f"http://127.0.0.1:{port}"
+            wait_for(urls[template], processes[-1], log)
+        return urls[template]
 
     yield get
-    for _, process in found.values():
+    for process in processes:
         stop(process)
 
 
@@ -252,7 +247,7 @@ def write_run(path, model, steps, env):
 
 @pytest.fixture
 def launched(tmp_path, models):
-    """launched(steps, env, *overrides, **environment) -> CompletedProcess, run directory: the whole of launch.sh."""
+    """launched(steps, env, *overrides, **environment) -> CompletedProcess and run directory of a whole launch.sh."""
 
     def go(steps, env, *overrides, check=True, **variables):
         toml = write_run(tmp_path, models["untied"], steps, env)
@@ -262,9 +257,10 @@ def launched(tmp_path, models):
 
 
 def orchestrate(cfg, train_s=0.0):
-    """orchestrator.run in this process, with a stand-in for the trainer that declares version n + 1 live once batch n
-    is there -> run directory."""
-    run_dir, over = run_directory(cfg), threading.Event()
+    """Runs orchestrator.run in this process, beside a stand-in for the trainer that declares version n + 1 live once
+    batch n exists. Returns the run's directory."""
+    run_dir = run_directory(cfg)
+    over = threading.Event()
 
     def train():
         for n in range(cfg.run.max_steps + 1):
@@ -303,7 +299,8 @@ def run(tmp_path, models, fake_servers, monkeypatch):
 
     from transformers import AutoTokenizer
 
-    go.run_dir, go.tokenizer = tmp_path / "run", AutoTokenizer.from_pretrained(models["untied"])
+    go.run_dir = tmp_path / "run"
+    go.tokenizer = AutoTokenizer.from_pretrained(models["untied"])
     return go
 
 
@@ -315,22 +312,14 @@ class VLLM:
     """A real vLLM server. Stops only what it started."""
 
     def __init__(self, model, log, *flags, max_len=256, dtype="float32", receiver="receivers.StaleHead"):
-        self.port, self.name, self.log = free_port(), "real", log
+        self.port = free_port()
+        self.name = "real"
+        self.log = log
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--served-model-name",
-            self.name,
-            "--dtype",
-            dtype,
-            "--enforce-eager",
-        ]
-        command += ["--max-model-len", str(max_len), "--logprobs-mode", "processed_logprobs"]
-        command += ["--scheduling-policy", "priority", *flags]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", self.name]
+        command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(max_len)]
+        command += ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority", *flags]
         command += ["--worker-extension-cls", receiver]
         if "--tensor-parallel-size" not in flags:  # as launch.sh does
             command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]

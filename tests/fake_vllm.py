@@ -1,5 +1,6 @@
 """A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model, true logprobs, adapters,
-and a WeightReceiver that really joins the broadcast. Sampling is a function of prompt and weights: runs repeat exactly.
+and a WeightReceiver that really joins the broadcast. An answer is a function of the prompt, its turns, the weights and
+`user`, which numbers the rollouts of a group: they differ, and runs repeat exactly.
 
 FAKE in the environment, or a POST to /fake, holds JSON:
     {"generate_s": 1.0,              seconds before every generation; "total_s": of request and generation together
@@ -15,7 +16,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
                                      "500": an answer, and no more
      "orphan": true}                 its engine outlives it, as vLLM's does with tensor parallelism
 Like vLLM's server it has an engine process, without which it answers /health and nothing else. The kernel ends the
-engine with the server, since vLLM's imports trainer.py, and so configs.
+engine with the server, as configs/serving does with vLLM's.
 """
 
 import argparse
@@ -50,7 +51,9 @@ class Runner:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         self.network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-        self.tokenizer, self.model, self.num_syncs = AutoTokenizer.from_pretrained(path), torch.nn.Module(), 0
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = torch.nn.Module()
+        self.num_syncs = 0
         self.adapters = {}  # name: the seed of its samples, its layers' scale and tensors
         if template:
             self.tokenizer.chat_template = Path(template).read_text()
@@ -68,48 +71,45 @@ class Runner:
 
     def load_adapter(self, name, path):
         about = json.loads(Path(path, "adapter_config.json").read_text())
-        file, layers = Path(path, "adapter_model.safetensors"), {}
+        file = Path(path, "adapter_model.safetensors")
+        layers = {}
         for key, tensor in load_file(file).items():
             layer, _, factor = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
             layers.setdefault(layer, {})[factor] = tensor
         self.adapters[name] = zlib.crc32(file.read_bytes()), about["lora_alpha"] / about["r"], layers
 
     def use(self, name):
-        """Computes with this adapter, or with the base alone -> a seed that these weights alone have."""
+        """Computes with this adapter, or with the base alone. Returns a seed that these weights alone have."""
         seed, scale, layers = self.adapters.get(name, (0, 0.0, {}))
         for layer, module in self.network.named_modules():
             if layer in layers:
-                module.__class__, module.scale, module.dropout = LoRALinear, scale, 0.0
-                vars(module).update(layers[layer])
+                module.__class__ = LoRALinear
+                vars(module).update(layers[layer] | {"scale": scale, "dropout": 0.0})
             elif isinstance(module, LoRALinear):
                 module.__class__ = torch.nn.Linear
         weights = next(self.network.parameters()).detach().view(torch.uint8).numpy().tobytes()
         return zlib.crc32(weights, seed)
 
     @torch.no_grad()
-    def sample(self, name, ids, n, max_tokens, temperature, ignore_eos=False):
-        """-> n lists of (token, logprob), ended by the end-of-sequence token if it comes."""
-        draw = torch.Generator().manual_seed(zlib.crc32(str(ids).encode(), self.use(name)))
-        rows, logps = torch.tensor([ids] * n), []
-        for _ in range(max_tokens):
-            log_p = (self.network(rows).logits[:, -1].float() / temperature).log_softmax(-1)
-            token = torch.multinomial(log_p.exp(), 1, generator=draw)
-            rows, logps = torch.cat([rows, token], 1), [*logps, log_p.gather(1, token)]
-            if not ignore_eos and (rows[:, len(ids) :] == self.tokenizer.eos_token_id).any(1).all():
-                break
-        out, eos = [], self.tokenizer.eos_token_id
-        for tokens, row in zip(rows[:, len(ids) :].tolist(), torch.cat(logps, 1).tolist()):
-            end = len(tokens) if ignore_eos or eos not in tokens else tokens.index(eos) + 1
-            out.append((tokens[:end], row[:end]))
-        return out
+    def sample(self, name, ids, user, max_tokens, temperature, ignore_eos=False):
+        """Returns tokens, which the end-of-sequence token ends if it comes, their logprobs, and the seed of both."""
+        seed = zlib.crc32(f"{ids} {user}".encode(), self.use(name))
+        draw = torch.Generator().manual_seed(seed)
+        tokens, logps = [], []
+        while len(tokens) < max_tokens and (ignore_eos or self.tokenizer.eos_token_id not in tokens):
+            logits_V = self.network(torch.tensor([ids + tokens])).logits[0, -1].float()
+            logp_V = (logits_V / temperature).log_softmax(-1)
+            tokens.append(torch.multinomial(logp_V.exp(), 1, generator=draw).item())
+            logps.append(logp_V[tokens[-1]].item())
+        return tokens, logps, seed
 
 
 def start_engine():
-    """-> its pid. It has nothing to do but to be there."""
+    """Returns the pid of a process that has nothing to do but to be there."""
     if pid := os.fork():
         return pid
     if not FAKE.get("orphan"):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as configs/__init__.py; a fork does not inherit it
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # a fork does not inherit it
     setproctitle.setproctitle("VLLM::EngineCore")  # as vLLM does; it overwrites /proc/self/environ
     while True:
         time.sleep(3600)
@@ -119,12 +119,16 @@ class Server(WeightReceiver):
     def __init__(self, args, engine):
         self.engine = engine
         dtype = getattr(torch, args.dtype)
-        self.args, self.rank, self.device = args, 0, torch.device("cpu")
+        self.args = args
+        self.rank = 0
+        self.device = torch.device("cpu")
         self.model_runner = Runner(args.model, dtype, args.chat_template)
         lora = object() if args.enable_lora else None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
-        self.lock, self.running, self.is_asleep = asyncio.Lock(), asyncio.Event(), False
-        self.num_requests = self.most = self.now = 0
+        self.lock = asyncio.Lock()
+        self.is_asleep = False
+        self.num_requests = self.most = self.now = 0  # `most` and `now` are under way at once
+        self.running = asyncio.Event()
         self.running.set()
 
     def reload_weights(self, **kwargs):  # as vLLM's worker has it
@@ -218,21 +222,23 @@ class Server(WeightReceiver):
         if "messages" not in body:
             return tokenizer.encode(body["prompt"])
         more = body.get("chat_template_kwargs") or {}
-        messages = [as_template_sees(message) for message in body["messages"]]
+        messages = [as_template_sees(plain(message)) for message in body["messages"]]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
 
     def canary(self, name, body):
         """What the policy says after rows of token ids."""
         choices = []
         for i, ids in enumerate(body["prompt"]):
-            ((said, logps),) = self.model_runner.sample(name, ids, 1, body["max_tokens"], 1.0, True)
-            choices.append({"index": i, "token_ids": said, "logprobs": {"token_logprobs": logps}})
+            tokens, logps, _ = self.model_runner.sample(name, ids, "", body["max_tokens"], 1.0, True)
+            choices.append({"index": i, "token_ids": tokens, "logprobs": {"token_logprobs": logps}})
         return choices
 
     async def generate(self, request):
-        begun, body, is_chat = time.monotonic(), await request.json(), request.path.endswith("/chat/completions")
+        begun = time.monotonic()
+        body = await request.json()
         await self.answers()
-        if (name := body.get("model") or self.args.served_model_name) not in self.names():
+        name = body.get("model") or self.args.served_model_name
+        if name not in self.names():
             return web.json_response({"error": f"The model {name} does not exist."}, status=404)
         if "ignore_eos" in body:
             async with self.lock:
@@ -244,63 +250,86 @@ class Server(WeightReceiver):
         self.num_requests += 1
         self.now += 1
         self.most = max(self.most, self.now)
-        fault = FAKE.get(f"generate {self.num_requests}")
-        if fault == "500":
-            return web.json_response({"error": "fault asked for"}, status=500)
-        if fault == "exit":
-            os._exit(0)
-        if fault == "silent":
-            FAKE["silent"] = True
-            await self.answers()
-        every, seconds = FAKE.get("slow", (10**9, 0))
-        slow = seconds if self.num_requests % every == 0 else 0
-        await asyncio.sleep(3600 if fault == "hang" else FAKE.get("generate_s", 0) + slow * ("total_s" not in FAKE))
-        await self.running.wait()
+        try:
+            fault = FAKE.get(f"generate {self.num_requests}")
+            every, seconds = FAKE.get("slow", (10**9, 0))
+            slow = seconds if self.num_requests % every == 0 else 0
+            if fault == "500":
+                return web.json_response({"error": "fault asked for"}, status=500)
+            if fault == "exit":
+                os._exit(0)
+            if fault == "silent":
+                FAKE["silent"] = True
+                await self.answers()
+            before = 0 if "total_s" in FAKE else FAKE.get("generate_s", 0) + slow
+            await asyncio.sleep(3600 if fault == "hang" else before)
+            await self.running.wait()
+            reply = self.refusal(body) or await self.answer(name, body, fault)
+            if "total_s" in FAKE:  # this long in all, sampling included
+                await asyncio.sleep(begun + FAKE["total_s"] + slow - time.monotonic())
+            return reply
+        finally:
+            self.now -= 1
+
+    def refusal(self, body):
+        """What vLLM answers, in its own words, to a prompt that is too long and to tools that it cannot parse; or None."""
+        length = len(self.ids_of(body))
+        room = self.args.max_model_len - length
+        asked = body.get("max_tokens") or 16
+        text = ""
+        if room < 0 or asked > self.args.max_model_len:
+            text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {length} + {asked}"
+        elif room == 0:
+            text = "max_tokens must be at least 1, got 0."  # as vLLM 0.32 says it
+        elif "tools" in body and (FAKE.get("no_parser") or not self.args.enable_auto_tool_choice):
+            text = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
+        return web.json_response({"error": {"message": text}}, status=400) if text else None
+
+    async def answer(self, name, body, fault):
         tokenizer = self.model_runner.tokenizer
         ids = self.ids_of(body)
-        room, asked = self.args.max_model_len - len(ids), body.get("max_tokens") or 16
-        if room <= 0 or asked > self.args.max_model_len:
-            text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {len(ids)} + {asked}"
-            text = "max_tokens must be at least 1, got 0." if room == 0 else text  # as vLLM 0.32 says it
-            return web.json_response({"error": {"message": text}}, status=400)
-        if "tools" in body and (FAKE.get("no_parser") or not self.args.enable_auto_tool_choice):
-            text = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'  # its words
-            return web.json_response({"error": {"message": text}}, status=400)
+        turns = sum(message["role"] == "assistant" for message in body.get("messages", []))
+        user = f"{body.get('user', '')} {turns}"
+        most = min(body.get("max_tokens") or 16, self.args.max_model_len - len(ids))
         async with self.lock:
             assert not self.is_asleep
-            outs = await asyncio.to_thread(
-                self.model_runner.sample, name, ids, body.get("n") or 1, min(asked, room), body.get("temperature", 1.0)
-            )
-        if total := FAKE.get("total_s"):  # this long in all, sampling included
-            await asyncio.sleep(begun + total + slow - time.monotonic())
-        choices = []
-        for i, (tokens, logps) in enumerate(outs):
-            text = tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id])
-            done = "stop" if tokens[-1] == tokenizer.eos_token_id or FAKE.get("stop") else "length"
-            logps = [x - FAKE.get("bias", 0) for x in logps]
-            if fault == "logprobs":
-                logps = logps[:-1]
-            choice = {"index": i, "finish_reason": done, "token_ids": tokens}
-            if is_chat:
-                choice |= {"message": {"role": "assistant", "content": text}}
-                if "tools" in body:
-                    choice["message"] |= hermes(text)
-                choice |= {"logprobs": {"content": [{"logprob": x} for x in logps]}}
-            else:
-                choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
-            choices.append(choice)
-        self.now -= 1
-        return web.json_response({"choices": choices, "prompt_token_ids": ids})
+            sample = self.model_runner.sample
+            tokens, logps, seed = await asyncio.to_thread(sample, name, ids, user, most, body.get("temperature", 1.0))
+        text = tokenizer.decode([t for t in tokens if t != tokenizer.eos_token_id])
+        logps = [x - FAKE.get("bias", 0) for x in logps]
+        if fault == "logprobs":
+            logps = logps[:-1]
+        is_stop = tokens[-1] == tokenizer.eos_token_id or FAKE.get("stop")
+        choice = {"index": 0, "finish_reason": "stop" if is_stop else "length", "token_ids": tokens}
+        if "messages" in body:
+            message = {"role": "assistant", "content": text} | (hermes(text, seed) if "tools" in body else {})
+            choice |= {"message": message, "logprobs": {"content": [{"logprob": x} for x in logps]}}
+        else:
+            choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
+        return web.json_response({"choices": [choice], "prompt_token_ids": ids})
 
 
-def hermes(text):
-    """What vLLM's parser of that name makes of a text: content, and tool calls where they are well-formed."""
+def plain(message):
+    """A message as vLLM hands it to a chat template that wants text: its parts are joined, a developer is the system."""
+    message = dict(message)
+    if isinstance(message.get("content"), list):
+        message["content"] = "\n".join(part["text"] for part in message["content"])
+    if message["role"] == "developer":
+        message["role"] = "system"
+    return message
+
+
+def hermes(text, seed):
+    """What vLLM's parser of that name makes of a text: content, and tool calls if they are well-formed. Each call has an
+    id of its own, by the seed of the answer."""
     try:
         found = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
-        calls = [{"name": f["name"] + "", "arguments": json.dumps(f["arguments"])} for f in found]
+        functions = [{"name": f["name"] + "", "arguments": json.dumps(f["arguments"])} for f in found]
     except (ValueError, KeyError, TypeError):
         return {}
-    calls = [{"id": f"call-{i}", "type": "function", "function": f} for i, f in enumerate(calls)]
+    calls = []
+    for i, function in enumerate(functions):
+        calls.append({"id": f"chatcmpl-tool-{seed:08x}-{i}", "type": "function", "function": function})
     return {"content": text.partition("<tool_call>")[0] or None, "tool_calls": calls} if calls else {}
 
 
@@ -311,9 +340,8 @@ def main():
         parser.add_argument(name, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
-    parser.add_argument("--enable-lora", action="store_true")
-    parser.add_argument("--enable-auto-tool-choice", action="store_true")
-    parser.add_argument("--enable-sleep-mode", action="store_true")
+    for name in ("--enable-lora", "--enable-auto-tool-choice", "--enable-sleep-mode"):
+        parser.add_argument(name, action="store_true")
     args, _ = parser.parse_known_args()
     engine = start_engine()
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Environments for tests: turns whose template keeps, or drops, earlier thoughts; reward functions that misbehave."""
+"""Environments for tests: turns whose template keeps, or drops, earlier thoughts; fields, agents and reward functions
+that misbehave."""
 
 import random
 import threading
@@ -11,7 +12,7 @@ KEEPS = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# as Qwen3 and DeepSeek-R1 do: of earlier assistant messages only the last half is kept (a random model has no </think>)
+# As Qwen3 and DeepSeek-R1 do it: only the last half of earlier answers is kept (a random model has no </think>).
 DROPS = KEEPS.replace(
     "{{ m.content }}",
     "{% if m.role == 'assistant' %}{{ m.content[(m.content|length + 1) // 2:] }}{% else %}{{ m.content }}{% endif %}",
@@ -28,14 +29,33 @@ class OwnPrompt(MultiTurnEnv):
         state["prompt"][0]["content"] = f"changed {random.random():.3f}"
 
 
-class Columns(SingleTurnEnv):
-    """Adds the place of each token as a column, or, with num_turns = 0, a column that is too short."""
+class BadRow(SingleTurnEnv):
+    """Cannot begin one of its rows."""
 
-    is_right = True
+    def start(self, row):
+        if row["answer"] == "3":
+            raise LookupError("no such table")
+        return super().start(row)
 
-    async def add_columns(self, samples):
-        for sample in samples:
-            sample["place"] = list(range(len(sample["tokens"]) if self.is_right else 1))
+
+class Fields(SingleTurnEnv):
+    """Adds the place of each token as a field."""
+
+    async def add_fields(self, sequences):
+        for sequence in sequences:
+            sequence["place"] = list(range(len(sequence["tokens"])))
+
+
+class Agents(SingleTurnEnv):
+    """A writer is asked twice, between which a critic is asked twice, who is not trained."""
+
+    async def rollout(self, state, generate):
+        for agent, is_trained in (("writer", True), ("critic", False)) * 2:
+            messages = state.setdefault(agent, [{"role": "user", "content": agent}])
+            messages.append(await generate(messages, agent=agent, trainable=is_trained))
+            messages.append({"role": "user", "content": "more"})
+        state["completion"] = state["writer"][1:-1]
+        state["agent_rewards"] = {"writer": random.random()}
 
 
 class Blocks(MultiTurnEnv):
@@ -73,41 +93,8 @@ def misbehaves(completion, state):
     return float(calls)
 
 
-def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
-    rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num_rows)]
-    if kind == "turns":
-        return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
-    if kind == "blocks":
-        return Blocks(rows, eval_dataset=rows[:1], max_turns=2, rubric=Rubric([noisy]))
-    if kind == "tools":
-        return ToolEnv(rows, [double], rubric=Rubric([noisy]))
-    if kind == "columns":
-        env = Columns(rows, rubric=Rubric([noisy]))
-        env.is_right = num_turns > 0
-        return env
-    if kind == "own prompt":
-        return OwnPrompt(rows, max_turns=1, rubric=Rubric([letters]))
-    if kind == "text":
-        rows = [{"prompt": f"{prompt} {i}"} for i in range(num_rows)]
-        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([text_letters]))
-    if kind == "letter":
-        return SingleTurnEnv(rows, rows[:8], rubric=Rubric([long_answer]))
-    functions = (zero, misbehaves, constant, raises, sleeps, stuck, none_if_wrong)
-    function = noisy if kind == "noise" else next(f for f in functions if f.__name__ == kind)
-    return SingleTurnEnv(rows, rows[:3] if kind != "constant" else None, rubric=Rubric([function]))
-
-
-def double(a: int) -> int:
-    """Twice a.
-
-    Args:
-        a: a number
-    """
-    return 2 * a
-
-
-def noisy(answer):
-    """Never flat."""
+def noise(answer):
+    """Two rollouts never get the same."""
     return float(answer) + random.random()
 
 
@@ -145,3 +132,36 @@ def sleeps():
 def stuck(answer):
     time.sleep(3600 if random.random() < 0.2 else 0)
     return random.random()
+
+
+def double(a: int) -> int:
+    """Twice a.
+
+    Args:
+        a: a number
+    """
+    return 2 * a
+
+
+def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
+    rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num_rows)]
+    match kind:
+        case "turns":
+            return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
+        case "own prompt":
+            return OwnPrompt(rows, max_turns=1, rubric=Rubric([letters]))
+        case "blocks":
+            return Blocks(rows, eval_dataset=rows[:1], max_turns=2, rubric=Rubric([noise]))
+        case "tools":
+            return ToolEnv(rows, [double], rubric=Rubric([noise]))
+        case "text":
+            return SingleTurnEnv([{"prompt": row["question"]} for row in rows], rubric=Rubric([text_letters]))
+        case "letter":
+            return SingleTurnEnv(rows, rows[:8], rubric=Rubric([long_answer]))
+        case "constant":
+            return SingleTurnEnv(rows, rubric=Rubric([constant]))
+    for kind_of_env in (BadRow, Fields, Agents):
+        if kind_of_env.__name__ == kind:
+            return kind_of_env(rows, rubric=Rubric([noise]))
+    functions = (zero, misbehaves, raises, sleeps, stuck, none_if_wrong, noise)
+    return SingleTurnEnv(rows, rows[:3], rubric=Rubric([next(f for f in functions if f.__name__ == kind)]))

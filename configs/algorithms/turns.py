@@ -26,39 +26,31 @@ def returns(rollout, gamma):
     return found
 
 
-def add_advantages(groups, rollouts, t, compute_advantages):
-    """Fills in the field adv of every sequence, by turn. groups: {key: {rollout: its sequences}}; rollouts: one list of
-    metadata for each group; compute_advantages: the trainer's.
+def compute_advantages(rollouts, t, compute):
+    """[[metadata of a rollout, ...], ...] -> [[its advantages, a list by turn or one number, ...], ...]. compute: the
+    trainer's compute_advantages, which is asked turn by turn, with each rollout's return as its reward.
 
     A group without rewards by turn, at gamma = 1, keeps one advantage per rollout. "batch_std" is over the rollouts' whole
     rewards: over a late turn's, of which most are 0, the few others would be far too large."""
-    table = []  # by group and rollout: the return of each turn; a single number for a rollout without turns
-    for group in rollouts:
-        by_turn = t.gamma < 1 or any(r.get("turn_rewards") for r in group)
-        table.append([returns(r, t.gamma) if by_turn else r["reward"] for r in group])
-    is_over_batch = t.advantage == "batch_std"
-    name = "mean" if is_over_batch else t.advantage
+    name = t.advantage
     scale = 1.0
-    if is_over_batch:
-        rewards = torch.tensor([r["reward"] for group in rollouts for r in group], dtype=torch.float64)
-        scale = rewards.std(correction=0).item() + 1e-4
-    adv_of = {rollout: [] for group in groups.values() for rollout in group}
-    for k in range(max(r["num_turns"] for group in rollouts for r in group)):
-        # The group as it is at turn k, with each rollout's return as its reward.
-        at_turn = []
-        for group, row in zip(rollouts, table):
-            at_turn.append([r | {"reward": reward_at(to_go, k), "turn_rewards": None} for r, to_go in zip(group, row)])
-        for group, advantages in zip(groups.values(), compute_advantages(at_turn, name)):
-            for rollout, adv in zip(group, advantages):
-                adv_of[rollout].append(adv / scale)
-    for group in groups.values():
-        for rollout, forks in group.items():
-            for s in forks:
-                s["adv"] = torch.tensor(adv_of[rollout])[s["turn"].long()]
-
-
-def reward_at(to_go, k):
-    """The return of turn k: 0 after the rollout's end, and the whole reward of one without turns."""
-    if not isinstance(to_go, list):
-        return to_go
-    return to_go[k] if k < len(to_go) else 0.0
+    if name == "batch_std":
+        name = "mean"
+        rewards = [r["reward"] for group in rollouts for r in group]
+        scale = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item() + 1e-4
+    table = []
+    for group in rollouts:
+        if t.gamma == 1 and not any(r.get("turn_rewards") for r in group):
+            table.append([adv / scale for adv in compute([group], name)[0]])
+            continue
+        to_go = [returns(r, t.gamma) for r in group]
+        advantages = [[] for _ in group]
+        for k in range(max(r["num_turns"] for r in group)):
+            at_turn = []
+            for r, row in zip(group, to_go):
+                reward = row[k] if k < len(row) else 0.0  # the rollout has ended before
+                at_turn.append(r | {"reward": reward, "turn_rewards": None})
+            for found, adv in zip(advantages, compute([at_turn], name)[0]):
+                found.append(adv / scale)
+        table.append(advantages)
+    return table
