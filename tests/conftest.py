@@ -21,11 +21,11 @@ os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT /
 
 import httpx
 import pytest
-from configs.models import toy as tiny_model
 import torch
 
 import orchestrator
 from configs import load_config
+from configs.models import toy as tiny_model
 from configs.runtime.directory import run_directory
 from orchestrator import save_batch
 from trainer import load_batch, start_distributed

@@ -158,7 +158,7 @@ def load_task(cfg):
             load_environment(env.id, env.args)
         except Exception as e:  # from the task's own code
             traceback.print_exc()
-            is_missing = isinstance(e, ModuleNotFoundError) and e.name == name_of(env.id)
+            is_missing = isinstance(e, ModuleNotFoundError) and e.name.split(".")[-1] == name_of(env.id)
             code = CONFIG if is_missing else getattr(e, "code", DATA)
             code = code if code in (CONFIG, DATA) else DATA
             raise RunError(code, f"env.id = {env.id!r}: {type(e).__name__}: {e}") from e
