@@ -94,7 +94,7 @@ def merged(old, new):
 
 
 def parse_override(item):
-    """Returns 'table.key=value' as {dotted key: value}. A bare word is a string. Raises ValueError for anything else."""
+    """Returns 'table.key=value' as {dotted key: value}. A bare word is a string. Raises ValueError otherwise."""
     with suppress(ValueError):
         return flatten(tomllib.loads(item))
     key, equals, word = item.partition("=")
