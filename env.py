@@ -1,4 +1,4 @@
-"""env.py owns the task: rows, the turns of a rollout, its reward. It needs no torch; copy one of configs/*.py to begin.
+"""env.py owns the task: rows, the turns of a rollout, its reward. It needs no torch. To begin, copy one of configs/tasks/.
 
     def load_environment(**args):                                      # [env] id = "my_task", args = {...}
         rows = [{"question": "2 + 2?", "answer": "4"}, ...]            # or a .jsonl file, or a Hugging Face dataset
@@ -7,7 +7,7 @@
         return SingleTurnEnv(dataset=rows, eval_dataset=rows[:1], rubric=Rubric([correct]))
 
 A rollout is a dict, the state: prompt, completion (messages), answer, info, task, tools, turn, step, and what you add.
-What tasks import: configs/environments/tools.py (ToolEnv: the policy calls functions), parsers.py, judge.py, sandbox.py.
+Tasks import from configs/environments/: tools.py (ToolEnv: the policy calls functions), parsers.py, judge.py, sandbox.py.
 """
 
 import asyncio
@@ -17,44 +17,49 @@ import importlib
 import inspect
 import json
 import numbers
+from importlib.util import find_spec
 from pathlib import Path
 
 
 class Truncated(Exception):
-    """generate() raises it where max_seq_len leaves no token for another turn; the rollout ends and is scored."""
+    """generate() raises it if max_seq_len leaves no token for another turn; the rollout ends and is scored."""
 
 
 class DataError(ValueError):
-    code = 4  # the run's exit code
+    code = 4  # the run's exit code, DATA
 
 
-def ensure(is_so, problem):
-    """DataError where it is not so."""
-    if not is_so:
+def ensure(condition, problem):
+    """Raises DataError unless the condition holds."""
+    if not condition:
         raise DataError(problem)
 
 
-parameters = functools.cache(lambda function: inspect.signature(function).parameters)  # which is slow to read
+@functools.cache
+def parameters(function):
+    """{name: parameter}; the signature is slow to read."""
+    return inspect.signature(function).parameters
+
+
+def pick(function, have):
+    """Those of `have` that the function names. Raises DataError if it needs another."""
+    wanted = parameters(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
+    needed = {name for name, p in wanted.items() if p.default is p.empty and "VAR" not in p.kind.name}
+    missing = sorted(needed - have.keys())
+    what = f"{function.__name__}() wants {missing} (groups: configs/environments/rubrics.py)"
+    ensure(not missing, f"{what}; given: {list(have)}")
+    return {key: value for key, value in have.items() if takes_all or key in wanted}
 
 
 async def in_thread(function, /, *args, **given):
-    """Calls it where slow code delays nobody, and awaits what it returns if that is a coroutine's."""
+    """Calls it in a thread, where slow code delays nobody, and awaits what it returns if that is awaitable."""
 
-    def work():  # of a generator StopIteration, which hangs a future, is RuntimeError (PEP 479)
+    def work():  # as a generator: a StopIteration, which would hang a future, becomes a RuntimeError (PEP 479)
         yield function(*args, **given)
 
     value = await asyncio.to_thread(next, work())
     return await value if inspect.isawaitable(value) else value
-
-
-def pick(function, have):
-    """-> those of `have` that the function names; DataError where it needs another."""
-    wanted = parameters(function)
-    needed = {name for name, p in wanted.items() if p.default is p.empty and "VAR" not in p.kind.name}
-    if missing := sorted(needed - have.keys()):
-        raise DataError(f"{function.__name__}() wants {missing} (groups: configs/environments/rubrics.py); given: {[*have]}")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
-    return {k: v for k, v in have.items() if takes_all or k in wanted}
 
 
 async def call(function, /, **have):
@@ -69,71 +74,89 @@ def load_rows(source, name="dataset"):
     """A list of dicts, a JSON Lines file, a Hugging Face dataset, or a function that makes one -> a list of dicts with
     question (text) or prompt (messages; text for base models), and maybe answer, info (a dict, also as JSON text),
     difficulty, task. Raises DataError that names the first bad row or line."""
-    source, checked_rows = source() if callable(source) else source, []
+    source = source() if callable(source) else source
     is_file = isinstance(source, str | Path)
-    ensure(not is_file or Path(source).is_file(), f"{name}: no file {source}")
-    rows = Path(source).read_text(encoding="utf-8", errors="replace").split("\n") if is_file else source
+    rows = source
+    if is_file:
+        ensure(Path(source).is_file(), f"{name}: no file {source}")
+        rows = Path(source).read_text(encoding="utf-8", errors="replace").split("\n")
+    checked = []
     for i, row in enumerate(rows):
         try:
-            if not is_file or row.strip():
-                checked_rows.append(check_row(json.loads(row) if is_file else row))
-        except ValueError as e:  # JSON's is one, too
+            if not is_file:
+                checked.append(check_row(row))
+            elif row.strip():
+                checked.append(check_row(json.loads(row)))
+        except ValueError as e:  # JSON's errors are ValueErrors, too
             where = f"line {i + 1} of {source}" if is_file else f"{name}[{i}]"
             raise DataError(f"{where}: {e}: {str(row)[:200]}") from None
-    ensure(checked_rows, f"{name} is empty")
-    return checked_rows
+    ensure(checked, f"{name} is empty")
+    return checked
 
 
 def check_row(row):
-    """-> the row, its info as a dict; DataError says what is wrong with it."""
+    """The row, its info as a dict. DataError says what is wrong with it."""
     ensure(isinstance(row, dict), "is no dict")
-    prompt, info = row.get("prompt") or row.get("question"), row.get("info") or {}
-    has_roles = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in row["prompt"])
-    ensure(prompt and (isinstance(prompt, str) or has_roles), "needs a question (text) or a prompt (messages or text)")
+    prompt = row.get("prompt") or row.get("question")
+    is_messages = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
+    is_text = isinstance(prompt, str) and prompt
+    ensure(is_text or is_messages, "needs a question (text) or a prompt (messages or text)")
+    if "info" not in row:
+        return row
+    info = row["info"] or {}
     info = json.loads(info) if isinstance(info, str) else info
     ensure(isinstance(info, dict), "has an 'info' that is no dict")
-    return row | ({"info": info} if "info" in row else {})
+    return row | {"info": info}
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
-# what metrics.jsonl (after "reward/") and eval.jsonl have of their own, where a function's name would hide it
-TAKEN = set("mean std p10 p50 p90 tokens truncated errors rows seconds step env n k version_first version_last".split())
+# Names in metrics.jsonl (after "reward/") and eval.jsonl that a function's name would hide.
+TAKEN = set("mean std tokens truncated errors rows seconds step env n k version_first version_last".split())
 
 
-def finite(func, value):
-    """The value as float; raises on anything else. Above 1e6 gradients overflow."""
+def finite(function, value):
+    """The value as a float. Raises ValueError for anything else, and above 1e6, where gradients overflow."""
     if not isinstance(value, numbers.Real) or not abs(value) <= 1e6:  # nan is not
-        raise ValueError(f"reward function {func.__name__} returned {str(value)[:200]}, no finite number within 1e6")
+        what = f"reward function {function.__name__} returned {str(value)[:200]}"
+        raise ValueError(f"{what}, no finite number within 1e6")
     return float(value)
 
 
 class Rubric:
-    """Reward = sum of weight x function, of `funcs` and of those in `rubrics`, whose own score is not called. A weight
-    is a number (0 only logs) or a function of the step. Functions name what they want of the state, of `objects`, or
-    state, parser. What raises, or returns no finite number, loses its rollout, and is never 0. configs/environments/rubrics.py:
-    rewards of groups, and of turns."""
+    """Reward = sum of weight x function, over `funcs` and over those in `rubrics`, whose own score is not called.
+
+    A weight is a number (0 only logs) or a function of the step. Functions name what they want of the state, of `objects`,
+    or state, parser. If one raises or returns something that is not a finite number, the rollout is discarded; it never
+    counts as 0. configs/environments/rubrics.py has rewards of groups and of turns."""
 
     def __init__(self, funcs=(), weights=None, parser=None, rubrics=(), **objects):
         weights = [1.0] * len(funcs) if weights is None else weights
         ensure(len(weights) == len(funcs), f"Rubric: {len(weights)} weights for {len(funcs)} functions")
-        objects |= {"parser": parser} if parser else {}
+        if parser:
+            objects["parser"] = parser
         self.parts = [(func, weight, objects) for func, weight in zip(funcs, weights)]
-        self.parts += [part for rubric in rubrics for part in rubric.parts]
+        for rubric in rubrics:
+            self.parts += rubric.parts
         names = [func.__name__ for func, *_ in self.parts]
         taken = {name for name in names if name in TAKEN or names.count(name) > 1}
-        ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)}, too")
+        ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)} as well")
 
     async def score(self, state):
-        """HACK HERE -> reward, {function: value}."""
-        reward, metrics = 0.0, {}
+        """HACK HERE: the reward, and {function: value}."""
+        reward = 0.0
+        metrics = {}
         for func, weight, objects in self.parts:
-            value = metrics[func.__name__] = finite(func, await call(func, **state | objects | {"state": state}))
-            reward += value * float(weight(state["step"]) if callable(weight) else weight)
+            value = finite(func, await call(func, **state | objects | {"state": state}))
+            reward += value * self.weight_at(weight, state["step"])
+            metrics[func.__name__] = value
         return reward, metrics
 
+    def weight_at(self, weight, step):
+        return float(weight(step) if callable(weight) else weight)
+
     async def score_group(self, states):
-        """HACK HERE, after score, for the rollouts of a row -> [(number to add, {function: value}) for each], or []."""
+        """HACK HERE, after score, for the rollouts of a row: [(number to add, {function: value}) for each], or []."""
         return []
 
 
@@ -141,33 +164,40 @@ class Rubric:
 
 
 class SingleTurnEnv:
-    """One prompt, one answer. Rows: load_rows; DataError names the first bad one."""
+    """One prompt, one answer. Rows: see load_rows; DataError names the first bad one."""
 
     def __init__(self, dataset, eval_dataset=None, system_prompt="", few_shot=(), rubric=None, parser=None):
         self.dataset = load_rows(dataset)
         self.eval_dataset = None if eval_dataset is None else load_rows(eval_dataset, "eval_dataset")
-        self.rubric, self.parser, self.tools = rubric or Rubric(), parser, None
-        self.head = [{"role": "system", "content": system_prompt}] * bool(system_prompt) + list(few_shot)
-        is_plain = type(self) is SingleTurnEnv and type(self.rubric) is Rubric  # others may have more to give
-        for func, _, objects in self.rubric.parts if is_plain else ():
-            pick(func, self.start(self.dataset[0]) | objects | {"state": None})
+        self.rubric = rubric or Rubric()
+        self.parser = parser
+        self.tools = None
+        self.head = list(few_shot)
+        if system_prompt:
+            self.head.insert(0, {"role": "system", "content": system_prompt})
+        # What a reward function lacks is found now. Subclasses may have more to give.
+        if type(self) is SingleTurnEnv and type(self.rubric) is Rubric:
+            for func, _, objects in self.rubric.parts:
+                pick(func, self.start(self.dataset[0]) | objects | {"state": None})
 
     def start(self, row):
-        """-> the state of a new rollout."""
+        """The state of a new rollout."""
         prompt = row.get("prompt") or [{"role": "user", "content": row["question"]}]
-        prompt = prompt if isinstance(prompt, str) else self.head + prompt
-        about = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}, "tools": self.tools}
-        about = copy.deepcopy(about | {"completion": [], "turn": 0, "step": 0})  # a rollout may change its own
-        return about | {"task": row.get("task", row), "parser": self.parser}
+        if not isinstance(prompt, str):
+            prompt = self.head + prompt
+        state = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}}
+        state |= {"tools": self.tools, "completion": [], "turn": 0, "step": 0}
+        state = copy.deepcopy(state)  # a rollout may change its own
+        return state | {"task": row.get("task", row), "parser": self.parser}
 
     async def rollout(self, state, generate):
         """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""
         state["completion"].append(await generate(state["prompt"]))
         state["turn"] += 1
 
-    def add_columns(self, state, samples):
-        """HACK HERE, sync or async: columns (lists or arrays of a number per token) beside tokens, mask, old_logp and
-        turn of each sample, e.g. sample["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
+    def add_fields(self, state, sequences):
+        """HACK HERE, sync or async: per-token fields (lists, arrays or tensors) beside tokens, mask, old_logp and turn of
+        each sequence, e.g. sequence["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
 
 
 class MultiTurnEnv(SingleTurnEnv):
@@ -181,27 +211,40 @@ class MultiTurnEnv(SingleTurnEnv):
         """Before the first turn: changes the state, or returns entries for it."""
 
     def is_completed(self, messages, state):
-        """After each message of the policy; messages: all up to it -> is that the end?"""
+        """After each message of the policy, the last one included: is that the end? messages: all up to it."""
 
     def env_response(self, messages, state):
-        """HACK HERE: the environment's answer to the last message -> list of messages, or (list, state)."""
+        """HACK HERE: the environment's answer to the last message, a list of messages, or (list, state)."""
         raise NotImplementedError
 
     async def rollout(self, state, generate):
         state.update(await call(self.setup_state, state=state) or {})
         while not state.get("final_env_response"):  # with it the environment has the last word
-            state["completion"].append(await generate(state["prompt"] + state["completion"], state["tools"]))
+            messages = state["prompt"] + state["completion"]
+            state["completion"].append(await generate(messages, state["tools"]))
             state["turn"] += 1
-            have = {"messages": state["prompt"] + state["completion"], "state": state}
-            # Asked after every message, also after the last one: it may record how the rollout ended.
-            if await call(self.is_completed, **have) or state["turn"] >= self.max_turns:
+            messages = state["prompt"] + state["completion"]
+            is_completed = await call(self.is_completed, messages=messages, state=state)
+            if is_completed or state["turn"] >= self.max_turns:
                 return
-            reply = await call(self.env_response, **have)
-            reply, new = reply if isinstance(reply, tuple) else (reply, {})
-            state.update(new, completion=new.get("completion", state["completion"]) + reply)
+            reply = await call(self.env_response, messages=messages, state=state)
+            if isinstance(reply, tuple):
+                reply, new = reply
+                state.update(new)
+            state["completion"] = state["completion"] + reply
 
 
 def load_environment(id, args):
-    """load_environment(**args) of the module ("org/my-env": my_env) beside the TOML, importable, or in configs/."""
-    env = importlib.import_module(id.rsplit("/", 1)[-1].replace("-", "_")).load_environment(**args)
-    return env if isinstance(env, SingleTurnEnv) else importlib.import_module("configs.environments.verifiers_v0").wrap(env)
+    """load_environment(**args) of the user's module ("org/my-env": my_env), or of configs/tasks/ if there is none. An
+    environment of the package verifiers is wrapped."""
+    name = id.rsplit("/", 1)[-1].replace("-", "_")
+    ours = f"configs.tasks.{name}"
+    module = importlib.import_module(name if find_spec(name) else ours)
+    if not hasattr(module, "load_environment") and find_spec(ours):
+        module = importlib.import_module(ours)  # e.g. the package reasoning_gym has no such function
+    env = module.load_environment(**args)
+    if isinstance(env, SingleTurnEnv):
+        return env
+    from configs.environments import verifiers_v0
+
+    return verifiers_v0.wrap(env)

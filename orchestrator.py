@@ -2,9 +2,14 @@
 
     python orchestrator.py config.toml            # beside a server and trainer.py; launch.sh does this
 
-A slot of batch n is admitted once version n - S is live (S = max_staleness), so at version n, where the trainer uses
-it, no rollout is older than S. A group with nothing to learn from is refilled in the same slot. The order of rows is a
-function of (seed, index); every batch file carries the ledger of indices that are issued but not committed.
+Batch, step and version count the same thing: step n trains on batch n and turns version n of the policy into n + 1.
+
+    batch n   is generated once version n - S is live (S = max_staleness), so no rollout is more than S versions old
+    step n    starts when the file of batch n exists
+    version n is live once the trainer has written n to the file `version`
+
+A group from which nothing can be learned is replaced by the next row's. Which row is next is a function of (seed,
+index); every batch file carries the sampler state, the indices that are issued but not committed.
 """
 
 import asyncio
@@ -13,6 +18,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import time
 import traceback
 from collections import Counter, deque, namedtuple
@@ -26,10 +32,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import configs
-from configs import RunError, beat, named, refuse_other, require, served_name
+from configs.runtime.directory import cut_lines, identity, refuse_other, run_directory
+from configs.runtime.role import CONFIG, DATA, STORAGE, RunError, heartbeat, report, require, run_role
 from env import Truncated, call, ensure, load_environment
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
+
+# What the server said to one request. versions: live when it was asked, and when it had answered.
+Reply = namedtuple("Reply", "message prompt_ids ids logps finish_reason versions")
 
 
 class ServerError(Exception):
@@ -37,30 +47,53 @@ class ServerError(Exception):
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version; made in an event loop. aiohttp, since openai's client
+    """vLLM behind its OpenAI endpoint, and the live version; made in an event loop. It is aiohttp, since openai's client
     takes longer than all else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
-        self.cfg, self.version, self.file = cfg, -1, configs.run_directory(cfg) / "version"
+        self.cfg = cfg
+        self.version = -1
+        self.file = run_directory(cfg) / "version"
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
 
     async def until(self, version):
         """Waits until the trainer has declared it live. While anyone waits, self.version is up to date."""
         while self.version < version:
-            self.version = int(self.file.read_text()) if self.file.exists() else -1
+            if self.file.exists():
+                self.version = int(self.file.read_text())
             await asyncio.sleep(0.02)
 
+    async def show_life(self):
+        """A long rollout makes progress as long as the servers' counters of sampled tokens rise."""
+        before = []
+        while True:
+            await asyncio.sleep(2)
+            counts = []
+            for url in self.cfg.inference.urls:
+                try:
+                    async with self.session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(2)) as reply:
+                        counts += re.findall(
+                            r"^vllm:generation_tokens_total.* (\S+)$", await reply.text(), re.MULTILINE
+                        )
+                except (TimeoutError, aiohttp.ClientError):
+                    continue
+            if counts != before:
+                heartbeat()
+            before = counts
+
     async def post(self, server, path, body):
-        """-> the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache.
-        A lost connection, 429 and 5xx are tried again after 0.5, 1 and 2 s."""
+        """The reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache. A lost
+        connection, 429 and 5xx are tried again after 0.5, 1 and 2 s. Raises Truncated if the context is full."""
         url = self.cfg.inference.urls[server % len(self.cfg.inference.urls)] + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
-                    status, text = reply.status, await reply.text()
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:  # a time-out is no such error
-                status, text = 503, repr(e)
+                    status = reply.status
+                    text = await reply.text()
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:  # a time-out is neither
+                status = 503
+                text = repr(e)
             if status == 200:
                 return json.loads(text)
             if status == 400 and ("maximum context length" in text or "max_tokens must be at least 1" in text):
@@ -68,6 +101,40 @@ class Client:
             if not pause or (status != 429 and status < 500):
                 raise ServerError(f"{url} answered {status}: {text[:500]}")
             await asyncio.sleep(pause)
+
+
+async def sample(client, server, prompt, tools=None, version=None, user="", **override):
+    """Asks for one completion of messages, or of text for base models -> Reply. version: the one to use if adapters can
+    serve it; user: a name for the rollout, which the server may log. Raises Truncated if max_seq_len is reached."""
+    cfg = client.cfg
+    live = client.version
+    s = cfg.sampling._asdict() | override
+    # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
+    body = {
+        key: s[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")
+    }
+    # A model's generation_config.json may have other penalties.
+    body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
+    body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
+    oldest = live - cfg.orchestrator.max_staleness  # older adapters are unloaded
+    body["model"] = configs.served_name(cfg, live if version is None else max(version, oldest))
+    if isinstance(prompt, str):
+        reply = await client.post(server, "/v1/completions", body | {"prompt": prompt, "logprobs": 0})
+        choice = reply["choices"][0]
+        message = choice["text"]
+        prompt_ids = choice["prompt_token_ids"]
+        logps = choice["logprobs"]["token_logprobs"]
+    else:
+        body |= {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
+        if tools:
+            body["tools"] = tools
+        reply = await client.post(server, "/v1/chat/completions", body)
+        choice = reply["choices"][0]
+        # All of it: what vLLM's parsers took out of the content belongs into the next prompt as well.
+        message = {"content": ""} | {key: value for key, value in choice["message"].items() if value}
+        prompt_ids = reply["prompt_token_ids"]
+        logps = [token["logprob"] for token in choice["logprobs"]["content"]]
+    return Reply(message, prompt_ids, choice["token_ids"], logps, choice["finish_reason"], [live, client.version])
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -78,61 +145,64 @@ class Rollout:
     """One conversation, with its token ids and what it earned."""
 
     state: dict  # the environment's: prompt, completion, answer, ...
-    samples: list[dict] = field(default_factory=list)  # columns: tokens, mask (1: sampled), old_logp, turn
+    sequences: list[dict] = field(default_factory=list)  # per-token fields: tokens, mask (1: sampled), old_logp, turn
     versions: list[int] = field(default_factory=list)  # live at start and end of each turn
     num_turns: int = 0  # messages sampled
     num_tokens: int = 0  # sampled
     reward: float | None = None  # None: unscored
-    turn_rewards: list[float] | None = None  # where the rubric gives them
+    turn_rewards: list[float] | None = None  # if the rubric gives them
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
     error: str = ""  # by which it was lost, and where
 
 
-# The rollouts of one row, which are each other's baseline. index: in the environment's order; dropped: why nothing is
-# learned from them, or "".
+# The rollouts of one row, which are each other's baseline. index: in the environment's order. dropped: why nothing is
+# learned from them: "failed", "long" (prompt), "empty" (nothing to train on), "flat" (zero variance), or "".
 Group = namedtuple("Group", "env index row rollouts dropped")
 
-
-def extend_or_fork(samples, prompt_ids, ids, logps, turn):
-    """Token ids are the truth: a turn extends the last sample if its prompt begins with the ids held there. If it does
-    not (a template that drops <think>, text that tokenizes otherwise), the rollout forks: a new sample begins."""
-    if not samples or samples[-1]["tokens"] != prompt_ids[: len(samples[-1]["tokens"])]:
-        samples.append({"tokens": [], "mask": [], "old_logp": [], "turn": []})
-    last, new = samples[-1], prompt_ids[len(samples[-1]["tokens"]) :]
-    last["tokens"] += new + ids
-    last["mask"] += [0] * len(new) + [1] * len(ids)
-    last["old_logp"] += [0.0] * len(new) + logps
-    last["turn"] += [turn] * (len(new) + len(ids))
+# Names of a sequence's metadata, which no per-token field may have.
+METADATA = "env example group rollout agent trainable reward turn_rewards metrics truncated error versions num_turns"
+METADATA = {*METADATA.split(), "num_tokens", "dropped", "staleness", "temperature", "at", "adv", "lens"}
+DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 
-async def sample(client, server, prompt, n, tools=None, version=None, **override):
-    """n completions of messages, or of text for base models -> [(message, prompt_ids, ids, logps, finish_reason,
-    versions)]. version: the one to use where adapters can serve it. Raises Truncated where max_seq_len ends."""
-    cfg, is_text, live = client.cfg, isinstance(prompt, str), client.version
-    s = cfg.sampling._asdict() | override
-    # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
-    body = {k: s[k] for k in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")}
-    # a model's generation_config.json may have other penalties; keys and values of another version are not reused
-    body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "cache_salt": f"{client.attempt}.{live}"}
-    served = live if version is None else max(version, live - cfg.orchestrator.max_staleness)  # older ones are unloaded
-    body |= {"model": served_name(cfg, served), "n": n, "return_token_ids": True}
-    chat = {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
-    body |= {"prompt": prompt, "logprobs": 0} if is_text else chat | ({"tools": tools} if tools else {})
-    reply, choices = await client.post(server, f"/v1/{'' if is_text else 'chat/'}completions", body), []
-    for c in reply["choices"]:
-        logps = c["logprobs"]["token_logprobs"] if is_text else [x["logprob"] for x in c["logprobs"]["content"]]
-        # all of it that is there: what vLLM's parsers took out of the content belongs to the next prompt, too
-        message = c["text"] if is_text else {"content": ""} | {k: v for k, v in c["message"].items() if v}
-        prompt_ids = (c if is_text else reply)["prompt_token_ids"]
-        choices.append((message, prompt_ids, c["token_ids"], logps, c["finish_reason"], [live, client.version]))
-    return choices
+def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
+    """Token ids are the truth: a turn extends the sequence of its agent whose ids are the longest beginning of its prompt.
+    If there is none (a template that drops <think>, text that is tokenized differently, another conversation), the
+    rollout forks: a new sequence begins."""
+    best = {"tokens": [], "mask": [], "old_logp": [], "turn": [], "agent": agent, "trainable": trainable}
+    for s in sequences:
+        is_prefix = s["agent"] == agent and s["tokens"] == prompt_ids[: len(s["tokens"])]
+        if is_prefix and len(s["tokens"]) > len(best["tokens"]):
+            best = s
+    if not best["tokens"]:
+        sequences.append(best)
+    new = prompt_ids[len(best["tokens"]) :]
+    best["tokens"] += new + ids
+    best["mask"] += [0] * len(new) + [1] * len(ids)
+    best["old_logp"] += [0.0] * len(new) + logps
+    best["turn"] += [turn] * (len(new) + len(ids))
 
 
-def culprit(error, most=200):
-    """-> type and text of an error, and the line of the user's code where it arose."""
-    ours = ("/lib/python", "/env.py", "/tool_env.py", "/rubrics.py", "/orchestrator.py", "/configs/__", "<frozen")
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not any(part in f.filename for part in ours)]
+def check_fields(sequence):
+    """Makes arrays of a sequence's per-token fields: lists, arrays or tensors. Raises DataError for one of another length
+    or with a reserved name."""
+    num = len(sequence["tokens"])
+    for name, values in sequence.items():
+        if name not in ("agent", "trainable"):
+            ensure(name not in METADATA, f"a field may not be called {name!r}, nor any of {sorted(METADATA)}")
+            array = np.asarray(values, DTYPES.get(name, np.float32))
+            ensure(array.shape == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
+            sequence[name] = array
+
+
+def describe(error, most=200):
+    """Type and text of an error, and the line of the user's code where it arose."""
+    ours = ("/lib/python", "/env.py", "/orchestrator.py", "/configs/", "<frozen")
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "/configs/tasks/" in frame.filename or not any(part in frame.filename for part in ours):
+            frames.append(frame)
     where = f" in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {str(error)[:most]}{where}"
 
@@ -142,66 +212,77 @@ async def guard(rollouts, work, timeout_s):
     try:
         async with asyncio.timeout(timeout_s):
             return await work
-    except (Exception, asyncio.CancelledError, SystemExit) as e:  # user code may raise these, too
+    except (Exception, asyncio.CancelledError, SystemExit) as e:  # user code may raise these as well
         if isinstance(e, RunError) or asyncio.current_task().cancelling():
             raise
         for r in rollouts:
-            r.reward, r.turn_rewards, r.error = None, None, culprit(e)
+            r.reward = None
+            r.turn_rewards = None
+            r.error = describe(e)
 
 
-async def run_rollout(env, state, ask, first, start, i, cfg):
-    """A rollout from prompt to reward. What it asks of the start's prompt first is choice i of the group's request."""
-    r, o, unused = Rollout(state), cfg.orchestrator, [i]
+async def run_rollout(env, row, ask, step, cfg):
+    """A rollout from prompt to reward. ask: sample(), bound to a client and a server."""
+    r = Rollout({})
+    o = cfg.orchestrator
 
-    async def generate(prompt, tools=None):
-        # popped before any wait: of two calls at once only one is the first
-        place = unused.pop() if unused and (prompt, tools) == (start["prompt"], start["tools"]) else None
-        choices = await (ask(prompt, 1, tools) if place is None else asyncio.shield(first()))
-        message, prompt_ids, ids, logps, finish_reason, versions = choices[place or 0]
-        if not r.num_turns and len(prompt_ids) > (o.max_prompt_len or np.inf):
+    async def generate(prompt, tools=None, agent="", trainable=True):
+        """What the environment calls for each turn of the policy."""
+        reply = await ask(prompt, tools)
+        if r.num_turns == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
             raise Truncated
-        is_right = len(ids) == len(logps) and all(-1e4 < x < 1e-3 for x in logps)
-        ensure(is_right, f"server sent {len(ids)} ids and {len(logps)} logprobs, lowest {min(logps, default=0)}")
-        beat()
-        extend_or_fork(r.samples, prompt_ids, ids, logps, r.num_turns)
-        r.versions, r.num_turns, r.num_tokens = r.versions + versions, r.num_turns + 1, r.num_tokens + len(ids)
-        r.truncated |= finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
-        return message
+        is_right = len(reply.ids) == len(reply.logps) and all(-1e4 < logp < 1e-3 for logp in reply.logps)
+        lowest = min(reply.logps, default=0)
+        ensure(is_right, f"server sent {len(reply.ids)} ids and {len(reply.logps)} logprobs, lowest {lowest}")
+        heartbeat()
+        extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, r.num_turns, agent, trainable)
+        r.versions += reply.versions
+        r.num_turns += 1
+        r.num_tokens += len(reply.ids)
+        r.truncated |= reply.finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
+        return reply.message
 
     async def play():
+        # 1. The conversation.
+        r.state |= env.start(row) | {"step": step}
         try:
-            await env.rollout(state, generate)
+            await env.rollout(r.state, generate)
         except Truncated:
             r.truncated = True
-        if r.num_turns:  # else the prompt itself is too long
-            await call(env.add_columns, state=state, samples=r.samples)
-            r.reward, r.metrics = await env.rubric.score(state)
-            r.turn_rewards = state.get("turn_rewards")
+        if r.num_turns == 0:  # the prompt itself is too long
+            return
+        # 2. Fields of the environment's own, and the reward.
+        await call(env.add_fields, state=r.state, sequences=r.sequences)
+        for sequence in r.sequences:
+            check_fields(sequence)
+        r.reward, r.metrics = await env.rubric.score(r.state)
+        r.turn_rewards = r.state.get("turn_rewards")
 
     await guard([r], play(), o.generation_timeout)
     if r.truncated and o.mask_truncated_completions:
-        r.samples = [s | {"mask": [0] * len(s["mask"])} for s in r.samples]
+        for sequence in r.sequences:
+            sequence["mask"] = np.zeros_like(sequence["mask"])
     return r
 
 
-async def run_group(env, row, n, ask, step, cfg, slots):
-    """n rollouts of one row. Their first turn is one request: one prompt, one cache fill. ask is sample, bound; slots,
-    a semaphore, says how many groups may be under way."""
-    start, o = env.start(row), cfg.orchestrator
-    # not before some rollout asks it: an environment may make a prompt of its own
-    first = functools.cache(lambda: asyncio.ensure_future(ask(start["prompt"], n, start["tools"])))
-    try:
-        async with slots:
-            jobs = [run_rollout(env, env.start(row) | {"step": step}, ask, first, start, i, cfg) for i in range(n)]
-            rollouts = await asyncio.gather(*jobs)
-    finally:
-        first().cancel()  # nobody is left to read it; unasked, it never begins
+async def run_group(env, row, n, ask, step, cfg, places):
+    """n rollouts of one row, and the rewards that depend on all of them. places: a semaphore of rollouts under way."""
+
+    async def one(i):
+        async with places:
+            return await run_rollout(env, row, functools.partial(ask, user=str(i)), step, cfg)
+
+    o = cfg.orchestrator
+    rollouts = await asyncio.gather(*(one(i) for i in range(n)))
     scored = [r for r in rollouts if r.reward is not None]
     more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
-    for r, (add, metrics) in zip(scored, more or []):
-        r.reward, r.metrics = r.reward + add, r.metrics | metrics
-    for r in [r for r in scored if o.zero_truncated_completions and r.truncated and r.reward is not None]:
-        r.reward, r.turn_rewards = 0.0, None
+    for r, (reward, metrics) in zip(scored, more or []):
+        r.reward += reward
+        r.metrics |= metrics
+    for r in scored:
+        if o.zero_truncated_completions and r.truncated and r.reward is not None:
+            r.reward = 0.0
+            r.turn_rewards = None
     return rollouts
 
 
@@ -209,72 +290,108 @@ async def run_group(env, row, n, ask, step, cfg, slots):
 
 
 class Order:
-    """HACK HERE: which row of an environment comes next. The base order is a function of (seed, index): every row once
-    per epoch. ledger: {"next": index, "open": issued but not committed, "extra": {}}."""
+    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes every
+    row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in self.memory,
+    which JSON can hold.
 
-    def __init__(self, rows, cfg, ledger=None):
-        self.rows, self.cfg, ledger = rows, cfg, ledger or {"next": 0, "open": [], "extra": {}}
-        self.next, self.open, self.extra = ledger["next"], set(ledger["open"]), ledger["extra"]  # extra: a subclass's
-        # what a killed run had open; how the last rollouts were lost, "" if not; useless groups in a row
-        self.again, self.recent, self.useless = sorted(self.open), deque(maxlen=200), 0
+    state: {"next": index, "open": indices issued but not committed, "extra": memory}."""
 
-    def ledger(self):
-        return {"next": self.next, "open": sorted(self.open), "extra": self.extra}
+    def __init__(self, rows, cfg, state=None):
+        state = state or {"next": 0, "open": [], "extra": {}}
+        self.rows = rows
+        self.cfg = cfg
+        self.next = state["next"]
+        self.open = set(state["open"])
+        self.memory = state["extra"]
+        self.requeued = sorted(self.open)  # a killed run had these open; they come first
+        self.errors = deque(maxlen=200)  # by which the last rollouts were lost, "" if they were not
+        self.num_useless = 0  # groups in a row
+
+    def state(self):
+        return {"next": self.next, "open": sorted(self.open), "extra": self.memory}
 
     @functools.cache  # noqa: B019  an order lives as long as the run
     def epoch(self, number):
-        return np.random.default_rng((self.cfg.run.seed, number)).permutation(len(self.rows)).tolist()
+        rng = np.random.default_rng((self.cfg.run.seed, number))
+        return rng.permutation(len(self.rows)).tolist()
+
+    def row_of(self, index):
+        """The number of the row that an index stands for."""
+        return self.epoch(index // len(self.rows))[index % len(self.rows)]
 
     def take(self, step):
-        """-> index, row number. Indices that a killed run had open come first."""
-        index = self.again.pop(0) if self.again else self.next
+        """The next index and the number of its row."""
+        index = self.requeued.pop(0) if self.requeued else self.next
         self.next = max(self.next, index + 1)
         self.open.add(index)
-        return index, self.epoch(index // len(self.rows))[index % len(self.rows)]
+        return index, self.row_of(index)
 
-    def settle(self, group):
+    def keep(self, rollouts):
+        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat": all rewards
+        are equal; with gamma < 1 also how soon they come. Not asked if there is nothing to train on at all."""
+        by_turn = self.cfg.trainer.gamma < 1
+        earned = set()
+        for r in rollouts:
+            if r.reward is not None:
+                earned.add((r.reward, *(r.turn_rewards or ()), r.num_turns if by_turn else 0))
+        return "flat" if len(earned) == 1 else ""
+
+    def extra(self, step):
+        """Groups of earlier batches to train on once more, beside those of this step's batch."""
+        return []
+
+    def commit(self, group):
         """A group is in a committed batch."""
         self.open.discard(group.index)
 
     def count(self, group):
-        """As soon as a group ends. RunError 4 where too many rollouts are lost, or nothing is there to learn."""
-        o, self.useless = self.cfg.orchestrator, self.useless + 1 if group.dropped else 0
-        self.recent.extend(r.error for r in group.rollouts)
-        lost, num = Counter(filter(None, self.recent)), len(self.recent)
-        if num >= 50 and lost.total() > o.max_error_share * num:
-            what = f"{lost.total()} of the last {num} rollouts of {group.env} were lost, mostly by "
-            raise RunError(4, f"{what}{max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})")
-        what = f"{self.useless} groups of {group.env} in a row had nothing to learn from, last: {group.dropped}"
-        require(self.useless <= 10 * o.batch_size // o.rollouts_per_example, 4, f"{what}; launch.sh --check says more")
+        """Called when a group ends. Raises RunError with DATA if too many rollouts are lost, or too many groups in a row
+        are of no use."""
+        o = self.cfg.orchestrator
+        self.errors.extend(r.error for r in group.rollouts)
+        lost = Counter(error for error in self.errors if error)
+        share = lost.total() / len(self.errors)
+        if len(self.errors) >= 50 and share > o.max_error_share:
+            what = f"{lost.total()} of the last {len(self.errors)} rollouts of {group.env} were lost, mostly by"
+            raise RunError(
+                DATA, f"{what} {max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})"
+            )
+        self.num_useless = self.num_useless + 1 if group.dropped else 0
+        last = f"{group.dropped}, rewards {[r.reward for r in group.rollouts][:4]}"
+        what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {last}"
+        limit = 10 * o.batch_size // o.rollouts_per_example
+        require(self.num_useless <= limit, DATA, f"{what}; launch.sh --check says more")
 
 
-def why_drop(rollouts, cfg):
-    """Why a group has nothing to teach, or "". With gamma < 1 it is also how soon a reward comes."""
-    scored, by_turn = [r for r in rollouts if r.reward is not None], cfg.trainer.gamma < 1
+def unusable(rollouts):
+    """Why there is nothing to train on in a group, or ""."""
+    scored = [r for r in rollouts if r.reward is not None]
     if len(scored) < 2:
-        return next((f"failed: {r.error}" for r in rollouts if r.error), "long prompt")
-    if len({(r.reward, *(r.turn_rewards or ()), r.num_turns * by_turn) for r in scored}) == 1:
-        return f"flat at reward {scored[0].reward:.3g}"
-    return "" if any(any(s["mask"]) for r in scored for s in r.samples) else "empty or masked"
+        return "failed" if any(r.error for r in rollouts) else "long"
+    return "" if any(s["mask"].any() for r in scored for s in r.sequences) else "empty"
 
 
 def deal(ratios):
-    """Environment of slot 0, 1, 2, ...: the one furthest below its share."""
+    """Environment of slot 0, 1, 2, ... of all batches: the one furthest below its share."""
+    total = sum(ratios.values())
     given = dict.fromkeys(ratios, 0)
     for slot in itertools.count(1):
-        yield (name := max(ratios, key=lambda name: ratios[name] / sum(ratios.values()) * slot - given[name]))
+        name = max(ratios, key=lambda name: ratios[name] / total * slot - given[name])
         given[name] += 1
+        yield name
 
 
-async def fill(order, num, n, job, cfg):
-    """`num` groups for batch n that teach something, and those that were dropped on the way: each slot goes on to the
-    next row until it has one. job(index, row) -> Group."""
+async def fill(order, num, step, job):
+    """`num` groups that teach something, and those that were filtered on the way: each slot goes on to the next row until
+    it has one. job(index, row) -> Group."""
     groups = []
 
     async def slot():
-        while (group := await job(*order.take(n))).dropped:
+        while True:
+            group = await job(*order.take(step))
             groups.append(group)
-        groups.append(group)
+            if not group.dropped:
+                return
 
     await asyncio.gather(*(slot() for _ in range(num)))
     return sorted(groups, key=lambda group: group.index)
@@ -282,72 +399,98 @@ async def fill(order, num, n, job, cfg):
 
 # --- batch files ------------------------------------------------------------------------------------------------------
 
-KINDS = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of columns; all others are float32
 
+def save_batch(path, sequences, info):
+    """sequences: dicts of per-token fields (lists or arrays: tokens, mask, old_logp, ...) and metadata.
 
-def save_batch(path, samples, info):
-    """samples: dicts of columns (lists or arrays of a number per token: tokens, mask, old_logp, ...) and metadata.
-
-    A safetensors file: each column flat over all samples, lens of the samples, and in its metadata JSON `samples` (what
-    is no column) and JSON `info`. trainer.load_batch reads it. One rename commits it. Raises RunError 4 for what must
-    never be trained on: columns of another length, old_logp that is not finite."""
-    names = {k for s in samples for k in s if isinstance(s[k], list | np.ndarray)} - {"versions", "turn_rewards"}
-    data = {"lens": np.array([len(s["tokens"]) for s in samples], np.int32)}
-    for name in names:
-        parts = [s[name] if name in s else [np.nan] * len(s["tokens"]) for s in samples]
-        if wrong := [(len(part), num) for part, num in zip(parts, data["lens"]) if len(part) != num]:
-            raise RunError(4, f"column {name!r} has {wrong[0][0]} values for {wrong[0][1]} tokens")
-        data[name] = np.fromiter(itertools.chain.from_iterable(parts), KINDS.get(name, np.float32))
-    # nan, where the text is one that no policy of ours has said
+    Writes a safetensors file, which trainer.load_batch reads: each field flat over all sequences, their lens, and as
+    metadata JSON `sequences` (what is no field) and JSON `info`. One rename commits it. Raises RunError with DATA for
+    what must never be trained on: a field of another length, old_logp that is not finite."""
+    lens = np.array([len(s["tokens"]) for s in sequences], np.int32)
+    names = set()
+    for s in sequences:
+        names |= {key for key, value in s.items() if isinstance(value, list | np.ndarray) and key not in METADATA}
+    data = {"lens": lens}
+    for name in sorted(names):
+        parts = []
+        for s in sequences:
+            part = np.asarray(s.get(name, [np.nan] * len(s["tokens"])), DTYPES.get(name, np.float32))
+            what = f"field {name!r} has {len(part)} values for {len(s['tokens'])} tokens"
+            require(len(part) == len(s["tokens"]), DATA, what)
+            parts.append(part)
+        data[name] = np.concatenate(parts)
+    # nan stands for text that no policy of ours has said.
     is_known = np.isfinite(data["old_logp"]) | (np.isnan(data["old_logp"]) & bool(info.get("offline")))
-    is_right = is_known.all() and not any(s["mask"][0] for s in samples)
-    require(is_right, 4, f"{path}: old_logp is not finite, or a first token is a loss token")
-    about = {"samples": json.dumps([{k: v for k, v in s.items() if k not in names} for s in samples])}
-    save_file(data, tmp := path.with_suffix(".tmp"), about | {"info": json.dumps(info)})
+    require(is_known.all(), DATA, f"{path}: old_logp is not finite")
+    firsts = np.cumsum(lens) - lens
+    is_first_trained = any(data[name][firsts].any() for name in ("mask", "ce") if name in data)
+    require(not is_first_trained, DATA, f"{path}: a first token is a loss token")
+    metadata = []
+    for s in sequences:
+        metadata.append({key: value for key, value in s.items() if key not in names})
+    tmp = path.with_suffix(".tmp")
+    save_file(data, tmp, {"sequences": json.dumps(metadata), "info": json.dumps(info)})
     os.replace(tmp, path)
 
 
-def commit_batch(n, groups, orders, run_dir, cfg):
-    """Metadata, metrics and the ledger; rollouts.jsonl first, then the file whose rename makes batch n exist."""
-    samples, lines = [], []
-    for g in groups:
-        orders[g.env].settle(g)
-        for i, r in enumerate(g.rollouts):
-            about = vars(r) | {"env": g.env, "example": g.row, "group": g.index, "rollout": i, "dropped": g.dropped}
-            del about["state"], about["samples"]
-            talk = {k: r.state[k] for k in ("prompt", "completion", "answer")}
-            lines.append(json.dumps({"step": n, "version": min(r.versions, default=None)} | about | talk, default=str))
-            if r.reward is not None and not g.dropped:
-                about |= {"age": n - min(r.versions), "temperature": cfg.sampling.temperature}
-                samples += [about | s for s in r.samples]
-    with open(run_dir / "rollouts.jsonl", "a") as f:
-        f.writelines(line + "\n" for line in lines)
-    info = {"run": configs.identity(cfg), "step": n, "max_tokens": cfg.sampling.max_tokens}
-    info["rollouts"] = len({(s["env"], s["group"], s["rollout"]) for s in samples})
-    info |= {"metrics": rollout_metrics(groups, samples), "ledger": {name: o.ledger() for name, o in orders.items()}}
-    save_batch(run_dir / "batches" / f"step_{n:06d}.safetensors", samples, info)
+def commit_batch(step, groups, orders, run_dir, cfg):
+    """Writes rollouts.jsonl, then the file whose rename makes the batch exist."""
+    sequences = []
+    lines = []
+    for group in groups:
+        orders[group.env].commit(group)
+        for i, r in enumerate(group.rollouts):
+            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index, "rollout": i}
+            about["dropped"] = group.dropped
+            del about["state"], about["sequences"]
+            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
+            line = {"step": step, "version": min(r.versions, default=None)} | about | talk
+            lines.append(json.dumps(line, default=str) + "\n")
+            if r.reward is not None and not group.dropped:
+                about |= {"staleness": step - min(r.versions), "temperature": cfg.sampling.temperature}
+                rewards = r.state.get("agent_rewards", {})
+                for s in r.sequences:
+                    sequences.append(about | {"reward": rewards.get(s["agent"], r.reward)} | s)
+    with open(run_dir / "rollouts.jsonl", "a") as file:
+        file.writelines(lines)
+    info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
+    info["metrics"] = rollout_metrics(groups, sequences)
+    info["sampler"] = {name: order.state() for name, order in orders.items()}
+    save_batch(run_dir / "batches" / f"step_{step:06d}.safetensors", sequences, info)
 
 
 def resume(run_dir, cfg):
-    """-> the checkpoint's step, number of the next batch, ledgers by environment. Batches between are trained again."""
+    """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment. Batches between
+    the two are trained on again."""
+    # 1. The last checkpoint, and the batches after it.
     step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
-    files = [p for p in sorted(run_dir.glob("batches/step_*.safetensors")) if p.stem >= f"step_{step:06d}"]
-    n, ledger = step + len(files), {}
-    state = [run_dir / f"checkpoints/step_{step:06d}/state.json"] * bool(step)
-    for path in state + files[-1:]:  # the last one's ledger holds
-        missing = f"a batch before {path} is missing. Remove the rest"
-        require(path in state or path.stem[5:] == f"{n - 1:06d}", 6, missing)
+    files = sorted(run_dir.glob("batches/step_*.safetensors"))
+    files = [path for path in files if path.stem >= f"step_{step:06d}"]
+    next_step = step + len(files)
+    state = {}
+    if files:
+        is_whole = files[-1].stem == f"step_{next_step - 1:06d}"
+        require(is_whole, STORAGE, f"a batch before {files[-1]} is missing. Remove the rest")
+    # 2. Both know the sampler state; that of the last batch holds.
+    paths = files[-1:]
+    if step:
+        paths.insert(0, run_dir / f"checkpoints/step_{step:06d}/state.json")
+    for path in paths:
         try:
-            info = json.loads(path.read_text() if path in state else safe_open(path, "np").metadata()["info"])
-            run, ledger = info["run"], info["ledger"]
-        except Exception as e:  # of safetensors, JSON, or the file system
-            raise RunError(6, f"{path} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
+            text = path.read_text() if path.suffix == ".json" else safe_open(path, "np").metadata()["info"]
+            info = json.loads(text)
+            run = info["run"]
+            state = info["sampler"] if "sampler" in info else info["ledger"]
+        except Exception as e:  # from safetensors, JSON or the file system
+            raise RunError(STORAGE, f"{path} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
         refuse_other(run, cfg, path)
-    # With the same configuration the versions after the checkpoint come again, bit for bit, else others do.
-    is_same = configs.to_toml(cfg) in [old.read_text() for old in run_dir.glob("config.toml")]
-    configs.cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < n)
-    configs.cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= (n if is_same else step))
-    return step, n, ledger
+    # 3. With the same configuration the versions after the checkpoint come again, bit for bit; otherwise others do.
+    old = run_dir / "config.toml"
+    is_same = old.exists() and old.read_text() == configs.to_toml(cfg)
+    last = next_step if is_same else step
+    cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < next_step)
+    cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= last)
+    return step, next_step, state
 
 
 # --- metrics and evaluation -------------------------------------------------------------------------------------------
@@ -355,138 +498,189 @@ def resume(run_dir, cfg):
 
 def means(rows):
     """[{name: number}, ...] -> {name: its mean over those that have it}."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: np.mean([row[name] for row in rows if name in row]) for name in names}
+    columns = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return {name: np.mean(values) for name, values in columns.items()}
 
 
-def rollout_metrics(groups, samples):
-    """Of one batch. Rewards are over every scored rollout, also of dropped groups: without the flat ones the mean would
-    mislead. tools/watch.py has them for each environment of a mix."""
-    rollouts, ages = [r for g in groups for r in g.rollouts], [s["age"] for s in samples]  # in versions
+def rollout_metrics(groups, sequences):
+    """Metrics of one batch. Rewards are over every scored rollout, also of filtered groups: without the flat ones the
+    mean would mislead. tools/watch.py has them for each environment of a mix."""
+    rollouts = [r for group in groups for r in group.rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    reasons = [f"group/{(g.dropped or 'kept').split()[0].rstrip(':')}" for g in groups]
-    errors = [f"error/{r.error.split(':')[0]}" for r in rollouts if r.error]
-    metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")} | Counter(reasons + errors)
-    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
-    metrics |= {f"reward/p{q}": np.percentile(rewards, q) for q in (10, 50, 90)}
-    metrics |= means([{f"reward/{name}": value for name, value in r.metrics.items()} for r in rollouts])
-    metrics |= means([{"rollout/turns": r.num_turns, "rollout/tokens": r.num_tokens} for r in rollouts])
-    metrics |= {"rollout/num": len(rollouts), "rollout/truncated": np.mean([r.truncated for r in rollouts])}
-    distinct = [len({str([s["tokens"] for s in r.samples]) for r in g.rollouts}) for g in groups]
-    metrics["rollout/distinct"] = sum(distinct) / len(rollouts)  # 1 / G is collapse
-    metrics |= {"rollout/errors": len(errors), "rollout/forks": sum(len(r.samples[1:]) for r in rollouts)}
-    return metrics | {"staleness/mean": np.mean(ages), "staleness/max": max(ages)}
+    metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
+    metrics |= Counter(f"group/{group.dropped or 'kept'}" for group in groups)
+    metrics |= Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
+    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards), "rollout/num": len(rollouts)}
+    rows = []
+    for r in rollouts:
+        row = {f"reward/{name}": value for name, value in r.metrics.items()}
+        row |= {"rollout/turns": r.num_turns, "rollout/tokens": r.num_tokens, "rollout/truncated": r.truncated}
+        rows.append(row)
+    metrics |= means(rows)
+    metrics["rollout/errors"] = sum(bool(r.error) for r in rollouts)
+    metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
+    staleness = [s["staleness"] for s in sequences]  # in versions
+    return metrics | {"staleness/mean": np.mean(staleness), "staleness/max": max(staleness)}
 
 
 def eval_metrics(groups):
-    """Of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, None of a
-    lost one; tools/watch.py compares them with those at version 0."""
-    rollouts, one = sum(groups, []), 1 - 1e-6  # of floats, 0.7 + 0.2 + 0.1 is below 1
-    rewards = [np.array([r.reward for r in group if r.reward is not None]) for group in groups]
-    rows = [{"reward/mean": x.mean(), "pass@1": (x > one).mean(), "pass@k": (x > one).max()} for x in rewards if len(x)]
-    metrics = means(rows) | means([r.metrics | {"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
+    """Metrics of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, None of
+    a lost one; tools/watch.py compares them with those at version 0."""
+    one = 1 - 1e-6  # in floats 0.7 + 0.2 + 0.1 is below 1
+    rows = []
+    means_of_rows = []
+    for group in groups:
+        rewards = np.array([r.reward for r in group if r.reward is not None])
+        means_of_rows.append(rewards.mean() if len(rewards) else None)
+        if len(rewards):
+            is_passed = rewards > one
+            rows.append({"reward/mean": rewards.mean(), "pass@1": is_passed.mean(), "pass@k": is_passed.max()})
+    rollouts = sum(groups, [])
+    extra = [r.metrics | {"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts]
+    metrics = means(rows) | means(extra)
     metrics |= {"n": len(rows), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
-    return metrics | {"rows": [x.mean() if len(x) else None for x in rewards]}
+    return metrics | {"rows": means_of_rows}
 
 
 async def evaluate(due, name, env, lock, client, run_dir, cfg):
-    """The first eval.num_examples rows of an environment at version `due` -> a line of eval.jsonl.
+    """Evaluates the first eval.num_examples rows of an environment at version `due` -> a line of eval.jsonl.
 
-    Batch `due` is not committed meanwhile, for at most eval.hold_s; where that is too short the weights change on the
-    way, which version_last tells. Adapters serve the first version while it is loaded, S more."""
-    async with lock:  # after one that took longer than eval.every, at the version then live
+    Batch `due` is not committed meanwhile, for at most eval.hold_s. If that is too short the weights change on the way,
+    and version_last says so. Adapters serve the first version while it is loaded, S more."""
+    async with lock:  # after one that took longer than eval.every, at the version that is live then
         await client.until(due)
-        e, version, began, path = cfg.eval, client.version, time.time(), run_dir / "eval.jsonl"
-        if any(x["env"] == name and x["step"] in (due, version) for x in map(json.loads, path.open())):
-            return
-        k, most = e.rollouts_per_example, e.max_tokens or cfg.sampling.max_tokens
-        ask = functools.partial(sample, client, version=version, temperature=e.temperature, max_tokens=most)
-        rows = env.eval_dataset[: e.num_examples or None]
-        slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // k))
-        jobs = [run_group(env, row, k, functools.partial(ask, i), version, cfg, slots) for i, row in enumerate(rows)]
+        version = client.version
+        path = run_dir / "eval.jsonl"
+        for line in map(json.loads, path.open()):
+            if line["env"] == name and line["step"] in (due, version):
+                return
+        began = time.time()
+        e = cfg.eval
+        most = e.max_tokens or cfg.sampling.max_tokens
+        places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
+        jobs = []
+        for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
+            ask = functools.partial(sample, client, i, version=version, temperature=e.temperature, max_tokens=most)
+            jobs.append(run_group(env, row, e.rollouts_per_example, ask, version, cfg, places))
         groups = await asyncio.gather(*jobs)
         metrics = eval_metrics(groups) | {"seconds": time.time() - began}
-        require(metrics["n"], 4, f"evaluation of {name} at version {version}, all is lost: {why_drop(groups[0], cfg)}")
-        last = client.version - cfg.orchestrator.max_staleness * cfg.sends_adapters
-        line = {"step": version, "version_first": version, "version_last": max(version, last), "env": name} | metrics
-        with open(path, "a") as f:
-            f.write(json.dumps(line) + "\n")
-        print(f"eval {version} | {name}:", *(f"{k} {v:.4g}" for k, v in metrics.items() if k != "rows"), flush=True)
+        reason = groups[0][0].error or "the prompts are too long"
+        require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
+        last = client.version
+        if cfg.sends_adapters:
+            last = max(version, last - cfg.orchestrator.max_staleness)
+        line = {"step": version, "version_first": version, "version_last": last, "env": name} | metrics
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
+        print(f"eval {version} | {name}:", *shown, flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
 def prepare(cfg):
-    """-> {name: environment}. What is wrong with these, or with the model's files, is told before a server starts."""
+    """Returns {name: environment}. What is wrong with these, or with the model's files, ends the run before a server
+    starts: RunError with CONFIG, or with DATA if a task's own code fails."""
     envs = {}
-    try:
-        for e in cfg.env:
-            what, code, module = f"env.id = {e.id!r}", 4, e.id.rsplit("/", 1)[-1].replace("-", "_")
+    for e in cfg.env:
+        try:
             envs[e.name] = load_environment(e.id, e.args)
-            require(envs[e.name].eval_dataset or not cfg.eval.every, 2, "eval.every is set, but it has no eval_dataset")
+        except Exception as error:
+            is_missing = isinstance(error, ModuleNotFoundError) and error.name in e.id.replace("-", "_")
+            code = CONFIG if is_missing else getattr(error, "code", DATA)
+            raise RunError(code, f"env.id = {e.id!r}: {describe(error, 2000)}") from error
+        has_rows = envs[e.name].eval_dataset or not cfg.eval.every
+        require(has_rows, CONFIG, f"env.id = {e.id!r}: eval.every is set, but it has no eval_dataset")
+    try:
         from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
-        what, code = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}", 2
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=AutoConfig.from_pretrained(cfg.run.model))
         Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
-        is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-        require(tokenizer.chat_template or cfg.run.chat_template or is_text, 2, "none, though the rows are messages")
     except Exception as error:
-        code = 2 if getattr(error, "name", "") == module or getattr(error, "code", code) == 2 else code
-        raise RunError(code, f"{what}: {culprit(error, 2000)}") from error
+        what = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}"
+        raise RunError(CONFIG, f"{what}: {describe(error, 2000)}") from error
+    has_template = tokenizer.chat_template or cfg.run.chat_template
+    is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
+    what = f"model = {cfg.run.model!r} has no chat_template, though the rows are messages"
+    require(has_template or is_text, CONFIG, what)
     return envs
 
 
 async def run(cfg):
     """Batches from the last committed one to max_steps, and evaluations. RunError, or an error of ours, ends it."""
-    # 1. What can be wrong is found before a server starts, which launch.sh does once it is told.
-    o, e, run_dir, last = cfg.orchestrator, cfg.eval, configs.run_directory(cfg), cfg.run.max_steps
-    envs, (step, start, ledger) = prepare(cfg), resume(run_dir, cfg)
-    make_order, extra_groups = named(o.order, {"": Order}), named(o.extra_groups, {"": lambda n: []})
-    keep, fill_with = named(o.keep, {"": why_drop}), named("orders:ahead" * (o.oversampling_factor > 1), {"": fill})
-    orders = {name: make_order(env.dataset, cfg, ledger.get(name)) for name, env in envs.items()}
+    # 1. What can be wrong is found before a server starts, which the launcher does after this report.
+    o = cfg.orchestrator
+    run_dir = run_directory(cfg)
+    envs = prepare(cfg)
+    step, start, state = resume(run_dir, cfg)
+    make_order = configs.find(o.order, {"": Order})
+    orders = {name: make_order(env.dataset, cfg, state.get(name)) for name, env in envs.items()}
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
-    configs.tell_launcher("[orchestrator] ready")
-    gc.freeze()  # or collections, which walk all of transformers, take two fifths of the time
-    # 2. One task a batch, each S versions ahead of the trainer; evaluations beside them.
+    report("[orchestrator] ready")
+    gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code
-    client, num_groups, lock = Client(cfg), o.batch_size // o.rollouts_per_example, asyncio.Lock()
-    slots, batch = asyncio.Semaphore(o.max_concurrent // o.rollouts_per_example), []
+    client = Client(cfg)
+    # 2. One task for each batch, S versions ahead of the trainer; evaluations run beside them.
+    places = asyncio.Semaphore(o.max_concurrent)
+    lock = asyncio.Lock()
+    num_groups = o.batch_size // o.rollouts_per_example
     dealt = itertools.islice(deal({env.name: env.ratio for env in cfg.env}), start * num_groups, None)
-
-    async def job(name, n, index, row):
-        ask, env = functools.partial(sample, client, index), envs[name]
-        rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg, slots)
-        judge = keep if any(any(s["mask"]) for r in rollouts if r.reward is not None for s in r.samples) else why_drop
-        orders[name].count(group := Group(name, index, row, rollouts, judge(rollouts, cfg)))
-        return group
-
-    async def produce(n, shares, previous, evaluations):
-        work = [fill_with(orders[k], num, n, functools.partial(job, k, n), cfg) for k, num in shares.items()]
-        groups = sum(await asyncio.gather(*work), []) + extra_groups(n)
-        await asyncio.gather(*previous)  # commits are in order
-        if evaluations:  # without batch n there is no version after n
-            await client.until(n)
-            await asyncio.wait(evaluations, timeout=e.hold_s)
-        commit_batch(n, groups, orders, run_dir, cfg)
-
+    batch = []
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(client.until(last))
-        for n in range(step, last + 1):  # a batch may be there, its evaluation missing
-            due = envs if e.every and (n % e.every == 0 or n == last) else ()
-            evaluations = [tasks.create_task(evaluate(n, k, envs[k], lock, client, run_dir, cfg)) for k in due]
-            if start <= n < last:
+        life = tasks.create_task(client.show_life())
+        tasks.create_task(client.until(cfg.run.max_steps)).add_done_callback(lambda _: life.cancel())
+        for n in range(step, cfg.run.max_steps + 1):  # a batch may exist while its evaluation is missing
+            evaluations = []
+            if cfg.eval.every and (n % cfg.eval.every == 0 or n == cfg.run.max_steps):
+                for name, env in envs.items():
+                    work = evaluate(n, name, env, lock, client, run_dir, cfg)
+                    evaluations.append(tasks.create_task(work))
+            if start <= n < cfg.run.max_steps:
                 await client.until(max(0, n - o.max_staleness))
                 shares = Counter(itertools.islice(dealt, num_groups))
-                batch = [tasks.create_task(produce(n, shares, batch, evaluations))]
+                work = produce(n, shares, batch, evaluations, envs, orders, client, places, run_dir, cfg)
+                batch = [tasks.create_task(work)]
     await client.session.close()
+
+
+async def produce(n, shares, previous, evaluations, envs, orders, client, places, run_dir, cfg):
+    """Generates batch n, with `shares` groups of each environment, and commits it after the previous one."""
+    o = cfg.orchestrator
+
+    async def job(name, index, row):
+        env = envs[name]
+        ask = functools.partial(sample, client, index)
+        rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg, places)
+        dropped = unusable(rollouts) or orders[name].keep(rollouts)
+        group = Group(name, index, row, rollouts, dropped)
+        orders[name].count(group)
+        return group
+
+    fill_with = fill
+    if o.oversampling_factor > 1:
+        from configs.algorithms.orders import oversample
+
+        fill_with = functools.partial(oversample, cfg=cfg)
+    work = [fill_with(orders[name], num, n, functools.partial(job, name)) for name, num in shares.items()]
+    groups = sum(await asyncio.gather(*work), [])
+    for order in orders.values():
+        groups += order.extra(n)
+    await asyncio.gather(*previous)  # commits are in order
+    if evaluations:  # without batch n there is no version after n
+        await client.until(n)
+        await asyncio.wait(evaluations, timeout=cfg.eval.hold_s)
+    commit_batch(n, groups, orders, run_dir, cfg)
 
 
 def main(argv):
     """argv: config.toml [table.key=value ...]. The loop is never closed: that would wait for user code in threads."""
-    asyncio.new_event_loop().run_until_complete(run(configs.arguments(__doc__, argv)))
+    cfg = configs.arguments(__doc__, argv)
+    asyncio.new_event_loop().run_until_complete(run(cfg))
 
 
 if __name__ == "__main__":
-    configs.run_role("orchestrator", main)
+    run_role("orchestrator")

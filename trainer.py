@@ -10,23 +10,27 @@
     torchrun --nproc-per-node 2 trainer.py config.toml                              # launch.sh does this
     python trainer.py config.toml --replay outputs/run/batches trainer.loss=grpo    # saved batches, no server, one rank
 
-The algorithm is GRPO's: a reward minus the mean of its group weighs the log-probability of each token that earned it.
-Left out of it: the division by the group's deviation, the KL to a reference (trainer.advantage and trainer.beta bring
-them back), and PPO's clip: the default loss, CISPO, caps the importance weight, so no token loses its gradient.
+The algorithm is GRPO's: the log-probability of every token that earned a reward is weighted by that reward minus the
+mean of its group. Three parts of GRPO are left out: the division by the group's standard deviation and the KL to a
+reference (trainer.advantage and trainer.beta bring them back), and PPO's clip. The default loss, CISPO, caps the
+importance weight instead, so that no token loses its gradient.
 
-Shapes: N loss tokens, B rows, W places in a row, T tokens of a batch, G rollouts of a group, D hidden, V vocabulary.
-logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); ref_logp: the KL reference
-(configs/algorithms/reference.py).
+Shapes: N loss tokens, B rows, W positions in a row, T tokens of a batch, G rollouts of a group, D hidden, V vocabulary.
+logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); prox_logp: the policy before the
+batch's first update; ref_logp: the KL reference (configs/algorithms/reference.py).
 """
 
+import contextlib
+import inspect
 import json
 import math
 import os
+import re
 import shutil
 import socket
 import time
 from collections import Counter, namedtuple
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -40,11 +44,15 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from transformers.core_model_loading import revert_weight_conversion
 
 import configs
-from configs import RunError, beat, named, refuse_other, require, served_name
+from configs.runtime.directory import cut_lines, identity, refuse_other, run_directory
+from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, heartbeat, require, run_role
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,49 +60,65 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LoRALinear(nn.Linear):
-    """y = W x + alpha/r B A x (2106.09685). W is frozen and never changed. add_lora turns nn.Linear into it."""
+    """y = W x + (alpha / r) B A x (2106.09685), with W frozen. add_lora turns an nn.Linear into one."""
 
     def forward(self, x):
-        low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A)
-        return F.linear(x, self.weight, self.bias) + F.linear(self.scale * low, self.lora_B)
+        low_rank = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A)
+        return super().forward(x) + F.linear(self.scale * low_rank, self.lora_B)
 
 
 def add_lora(model, t):
-    """Freezes the model; each linear layer whose name ends in a target gets fp32 factors A [r, in] and B [out, r]."""
+    """Freezes the model and gives each linear layer whose name ends in a target fp32 factors A [r, in], B [out, r]."""
     tied = model.get_input_embeddings().weight  # a head that shares it cannot be merged
-    fits = lambda m: isinstance(m, nn.Linear) and m.weight.requires_grad and m.weight is not tied
-    linear = {f".{name}": m for name, m in model.named_modules() if fits(m)}
-    names = sorted({name.split(".")[-1] for name in linear})
+    linear = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and module.weight.requires_grad and module.weight is not tied:
+            linear[f".{name}"] = module
     model.requires_grad_(False)
     for target in t.lora_target_modules:
-        matched = [m for name, m in linear.items() if name.endswith(f".{target}")]
-        require(matched, 2, f"trainer.lora_target_modules: {target!r} is none of the untied linear layers, {names}")
-        for m in matched:
-            m.__class__, m.scale, m.dropout = LoRALinear, t.lora_alpha / t.lora_rank, t.lora_dropout
-            m.lora_A = nn.Parameter(nn.init.kaiming_uniform_(torch.empty(t.lora_rank, m.in_features), a=math.sqrt(5)))
-            m.lora_B = nn.Parameter(torch.zeros(m.out_features, t.lora_rank))
+        matched = [module for name, module in linear.items() if name.endswith(f".{target}")]
+        known = sorted({name.split(".")[-1] for name in linear})
+        what = f"trainer.lora_target_modules: {target!r} is none of the untied linear layers, {known}"
+        require(matched, CONFIG, what)
+        for module in matched:
+            A = torch.empty(t.lora_rank, module.in_features)
+            module.__class__ = LoRALinear
+            module.scale = t.lora_alpha / t.lora_rank
+            module.dropout = t.lora_dropout
+            module.lora_A = nn.Parameter(nn.init.kaiming_uniform_(A, a=math.sqrt(5)))
+            module.lora_B = nn.Parameter(torch.zeros(module.out_features, t.lora_rank))
 
 
 class Policy(nn.Module):
-    """A Hugging Face causal LM that returns log-probabilities of given tokens. The head runs inside this forward, where
-    FSDP2 holds its weight; in parts of CHUNK logits, and again in backward: no full [N, V] tensor exists."""
+    """A Hugging Face causal LM that returns the log-probabilities of given tokens.
 
-    # 256 MiB in fp32, of which there are about four at a time; of a GPU's memory a thirtieth
-    CHUNK = 1 << 26
+    The head runs inside this forward, where FSDP2 holds its weight. It works in chunks, which backward recomputes, so
+    that no full [N, V] tensor ever exists."""
+
+    CHUNK = 1 << 26  # logits of a chunk: 256 MiB in fp32, and about four such tensors exist at a time
 
     def __init__(self, model, device, head_dtype=None):
         super().__init__()
-        self.model, self.device, self.head_dtype, c = model, device, head_dtype, model.config.get_text_config()
-        self.scale = getattr(c, "logit_scale", None) or 1 / (getattr(c, "logits_scaling", None) or 1)
-        self.softcap, self.vocab = getattr(c, "final_logit_softcapping", None), c.vocab_size
-        self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9 if device.type == "cuda" else self.CHUNK
+        self.model = model
+        self.device = device
+        self.head_dtype = head_dtype
+        config = model.config.get_text_config()
+        self.vocab = config.vocab_size
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self.scale = getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1)
+        if device.type == "cuda":  # a chunk may then take a thirtieth of the GPU's memory
+            self.CHUNK = torch.cuda.get_device_properties(device).total_memory >> 9
         self.extra = {}  # HACK HERE: tensors and numbers of yours, which checkpoints keep
 
-    def head(self, weights, hidden_ND, target_N, temperature_N):
-        """-> logp_N and entropy_N, stacked, in nats, of fp32 logits over the temperature. One tensor: of two, of which
-        a loss uses one, backward would keep what it has recomputed for the other, of every chunk.
+    def trained(self):
+        """{name: parameter} of what is trained."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
-        weights: the head's parameters. Those that are trained are in fp32: in it the chunks' gradients add up."""
+    def head(self, weights, hidden_ND, target_N, temperature_N):
+        """Returns logp_N and entropy_N, stacked, in nats, from fp32 logits divided by the temperature.
+
+        Stacked into one tensor: if a loss used only one of two, autograd would keep the recomputed chunk of the other
+        alive. `weights` are the head's parameters."""
         head = self.model.get_output_embeddings()
         dtype = self.head_dtype or head.weight.dtype
         weights = {name: w.to(dtype) for name, w in weights.items()}
@@ -102,88 +126,113 @@ class Policy(nn.Module):
         if self.softcap:
             logits_NV = torch.tanh(logits_NV / self.softcap) * self.softcap
         log_p_NV = (logits_NV / temperature_N[:, None]).log_softmax(-1)
-        return -torch.stack((F.nll_loss(log_p_NV, target_N, reduction="none"), (log_p_NV.exp() * log_p_NV).sum(-1)))
+        nll_N = F.nll_loss(log_p_NV, target_N, reduction="none")
+        return -torch.stack((nll_N, (log_p_NV.exp() * log_p_NV).sum(-1)))
 
     def forward(self, micro):
-        """-> logp_N, entropy_N of the micro-batch's loss tokens; fp32, nats, at the sampling temperature.
+        """Returns logp_N and entropy_N of the micro-batch's loss tokens: fp32, nats, at the sampling temperature.
 
-        No attention mask: filler stands at the end of a row, where no causal model looks."""
+        There is no attention mask: padding stands at the end of a row, where a causal model never looks."""
         hidden_BWD = self.model.base_model(input_ids=micro["ids_BW"], use_cache=False).last_hidden_state
-        parts = hidden_BWD.flatten(0, 1)[micro["index_N"]], micro["target_N"], micro["temperature_N"]
-        params = self.model.get_output_embeddings().named_parameters()
-        weights = {name: p.float() if p.requires_grad or self.head_dtype else p for name, p in params}
-        chunks = zip(*(x.split(self.CHUNK // self.vocab or 1) for x in parts))
-        logp, entropy = zip(*(checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in chunks))
+        hidden_ND = hidden_BWD.flatten(0, 1)[micro["index_N"]]
+        weights = {}
+        for name, p in self.model.get_output_embeddings().named_parameters():
+            # Trained weights stay in fp32, so that the chunks' gradients accumulate in fp32.
+            weights[name] = p.float() if p.requires_grad or self.head_dtype else p
+        size = max(1, self.CHUNK // self.vocab)
+        inputs = [x.split(size) for x in (hidden_ND, micro["tokens_N"].long(), micro["temperature_N"])]
+        outputs = [checkpoint(self.head, weights, *chunk, use_reentrant=False) for chunk in zip(*inputs)]
+        logp, entropy = zip(*outputs)
         return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them
 
     def plain(self, row):
-        """-> logp of a row's tokens but the first, by the model's own forward: what check_policy compares with."""
+        """Log-probabilities of all tokens of a row but the first, by the model's own forward, for check_policy."""
         ids_W = torch.tensor(row, device=self.device)
         logits_WV = self.model(input_ids=ids_W[None], use_cache=False).logits[0].float()
         return -F.cross_entropy(logits_WV[:-1], ids_W[1:], reduction="none")
 
 
 def load_model(cfg):
-    """The model without dropout of its own: else old and new log-probabilities are of two networks. For full training
-    in 16 bits as its files are, which all ranks of a node map into memory once."""
-    path, t, config = cfg.run.model, cfg.trainer, transformers.AutoConfig.from_pretrained(cfg.run.model)
-    text, is_whole = config.get_text_config(), t.dtype == "fp32" or t.use_lora
-    how = {"dtype": DTYPES[t.dtype] if is_whole else "auto"}
-    text.update({key: 0.0 for key, value in text.to_dict().items() if "drop" in key and isinstance(value, float)})
-    how |= {"config": config, "attn_implementation": t.attn_implementation or None}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, **how).requires_grad_(False)
-    require(model.base_model is not model, 2, f"model = {path!r}: {type(model).__name__} has no base model of its own")
-    for part in (model.get_decoder(), model.get_output_embeddings()):  # not what a composite model has for images
-        part.requires_grad_(True)
+    """The model with gradients for its text part. Its own dropout is off: otherwise old and new log-probabilities would
+    come from two different networks. Raises RunError if it has no base model below its head."""
+    t = cfg.trainer
+    config = transformers.AutoConfig.from_pretrained(cfg.run.model)
+    text = config.get_text_config()
+    for key, value in text.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            text.update({key: 0.0})
+    # For full training in 16 bits the files keep their dtype: all ranks of a node map them into memory once.
+    dtype = DTYPES[t.dtype] if t.dtype == "fp32" or t.use_lora else "auto"
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        cfg.run.model, config=config, dtype=dtype, attn_implementation=t.attn_implementation or None
+    )
+    what = f"model = {cfg.run.model!r}: {type(model).__name__} has no base model of its own"
+    require(model.base_model is not model, CONFIG, what)
+    model.requires_grad_(False)  # a composite model's tower for images stays frozen
+    model.get_decoder().requires_grad_(True)
+    model.get_output_embeddings().requires_grad_(True)
     return model
 
 
 def compiled(forward):
-    """The compiled forward of a block. FSDP2 hands the block views of its inputs in the first pass and none when it is
+    """The compiled forward of a block. FSDP2 hands a block views of its inputs in the first pass and none when it is
     recomputed. Dynamo would compile two graphs, which save different tensors, so here it sees views both times."""
     run = torch.compile(forward, dynamic=True)
     return lambda hidden_BWD, *args, **kwargs: run(hidden_BWD.view_as(hidden_BWD), *args, **kwargs)
 
 
-def build_policy(cfg):
-    """Load, add LoRA, shard with FSDP2: a group per block, one for the rest. FSDP2 also casts fp32 masters down."""
-    from torch.distributed import fsdp
+def shard(policy, blocks, t):
+    """Shards with FSDP2, one group per block and one for the rest. It also casts the fp32 master weights for compute.
 
-    t, world, kind = cfg.trainer, dist.get_world_size(), "cuda" if torch.cuda.is_available() else "cpu"
+    With trainer.replicas there are several copies of the sharded model, e.g. one per node, so that only gradients cross
+    the network. With trainer.offload_optimizer parameters and optimizer rest in host memory."""
+    world = dist.get_world_size()
+    kind = policy.device.type
+    require(world % t.replicas == 0, CONFIG, f"trainer.replicas = {t.replicas} does not divide {world} ranks")
+    mesh = dist.init_device_mesh(kind, (t.replicas, world // t.replicas), mesh_dim_names=("replicate", "shard"))
+    options = {"mesh": mesh if t.replicas > 1 else mesh["shard"]}
+    if t.offload_optimizer and kind == "cuda":
+        options["offload_policy"] = fsdp.CPUOffloadPolicy()
+    for module in (*blocks, policy):
+        if not t.use_lora:
+            module.float()  # the master weights
+        # The policy's own inputs hold temperatures, which must not be rounded.
+        casts_inputs = module is not policy
+        mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=casts_inputs)
+        fsdp.fully_shard(module, mp_policy=mixed, reshard_after_forward=True, **options)
+        module.set_gradient_divide_factor(1.0)  # the loss is divided already
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    fsdp.register_fsdp_forward_method(policy, "plain")
+
+
+def build_policy(cfg):
+    """Loads the model, adds LoRA, compiles and shards it. Collective."""
+    t = cfg.trainer
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(cfg.run.seed)  # every rank draws the same adapters
     model = load_model(cfg)
     if t.use_lora:
         add_lora(model, t)
     if t.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-        model.disable_input_require_grads()  # only reentrant ones need it; the first block would be another graph
-    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    for block in blocks if t.compile else ():  # not the module: FSDP2's hooks stay outside
-        block.forward = compiled(block.forward)
-    policy = Policy(model, torch.device(kind), DTYPES.get(t.head_dtype))
+        # Only reentrant checkpoints need gradients of the inputs, and they would give the first block another graph.
+        model.disable_input_require_grads()
+    policy = Policy(model, device, DTYPES.get(t.head_dtype))
+    blocks = [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
     if t.compile:
+        torch._dynamo.config.recompile_limit = 64  # all blocks share their code
         policy.head = torch.compile(policy.head, dynamic=True)
-        torch._dynamo.config.recompile_limit = 64  # of all blocks, which share their code
-    is_plain = t.replicas == 1 and not t.offload_optimizer
-    if world == 1 and t.dtype == "fp32" and is_plain:
-        policy.to(policy.device)  # nothing to shard or cast
+        for block in blocks:
+            block.forward = compiled(block.forward)  # not the module: FSDP2's hooks stay outside
+    if dist.get_world_size() > 1 or t.dtype != "fp32" or t.offload_optimizer or t.replicas > 1:
+        shard(policy, blocks, t)
     else:
-        how = {"mesh": dist.init_device_mesh(kind, (world,))} if is_plain else named("sharding:placement", {})(kind, t)
-        for module in (*blocks, policy):  # the root's inputs hold temperatures: not to be rounded
-            if not t.use_lora:
-                module.float()  # the masters
-            mixed = fsdp.MixedPrecisionPolicy(DTYPES[t.dtype], torch.float32, cast_forward_inputs=module is not policy)
-            fsdp.fully_shard(module, mp_policy=mixed, reshard_after_forward=True, **how)
-            module.set_gradient_divide_factor(1.0)  # the loss is divided already
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        fsdp.register_fsdp_forward_method(policy, "plain")
+        policy.to(device)  # nothing to shard or cast
     if t.beta:
-        named("reference:remember", {})(policy)
+        from configs.algorithms import reference
+
+        reference.remember(policy)
     return policy.train()
-
-
-def trained(policy):
-    return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
 def local(tensor):
@@ -196,72 +245,126 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-# --- a batch: from the orchestrator's file to rectangles --------------------------------------------------------------
+# --- a batch: from the orchestrator's file to padded micro-batches ----------------------------------------------------
 
-# columns: {name: [T]}, a value per token; of `samples`, which is the metadata, the numbers are columns, too
-Batch = namedtuple("Batch", "columns lens samples info")
+# A training sequence is a dict of metadata (env, group, rollout, agent, reward, ...) and per-token fields, tensors [L].
+Batch = namedtuple("Batch", "sequences info")
 SHAPES = {"cpu": (4, 128), "cuda": (64, 1024)}  # widths are multiples of; a pass costs as much as so many tokens
 
 
 def load_batch(path, cfg=None, step=None):
-    """Waits for the file, whose format is orchestrator.save_batch's, and reads it -> Batch. cfg and step, where it is
-    not a replay: this run's. Raises RunError for what is damaged, or of another run or step."""
+    """Waits for a file that orchestrator.save_batch writes and returns its Batch. cfg and step, unless it is a replay:
+    this run's. Raises RunError if the file is damaged, or belongs to another run or step."""
     while not path.exists():
         time.sleep(0.01)
     try:
-        with safe_open(path, "pt") as f:
-            columns = {name: f.get_tensor(name) for name in f.keys()}
-            samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
-        lens = columns.pop("lens").long()
-    except Exception as e:  # of safetensors, JSON, or the file system
-        raise RunError(6, f"{path} is damaged ({e}). Remove it and the batches after it") from e
-    info = {"rollouts": len(lens), "max_tokens": int(lens.max())} | info
+        with safe_open(path, "pt") as file:
+            fields = {name: file.get_tensor(name) for name in file.keys()}
+            metadata = file.metadata()
+        sequences = json.loads(metadata.get("sequences") or metadata["samples"])
+        info = json.loads(metadata["info"])
+        lens = fields.pop("lens").tolist()
+        fields["at"] = torch.arange(sum(lens))  # where each token is among all of the batch
+        for name, values_T in fields.items():
+            for sequence, values in zip(sequences, values_T.split(lens)):
+                sequence[name] = values
+    except Exception as e:  # from safetensors, JSON or the file system
+        raise RunError(STORAGE, f"{path} is damaged ({e}). Remove it and the batches after it") from e
     if cfg:
         refuse_other(info["run"], cfg, path)
-        require(info["step"] == step, 4, f"{path} holds batch {info['step']}")
-    names = {k for s in samples for k, v in s.items() if isinstance(v, int | float)}
-    columns |= {k: torch.tensor(np.array([s.get(k) for s in samples], "f4")).repeat_interleave(lens) for k in names}
-    return Batch(columns, lens, samples, info)
+        require(info["step"] == step, DATA, f"{path} holds batch {info['step']}")
+    for i, s in enumerate(sequences):
+        s.setdefault("agent", "")
+        s.setdefault("trainable", True)
+        s["ce"] = s.get("ce", torch.zeros(len(s["tokens"]))).nan_to_num()  # nan: another sequence has weights
+        # Forks and agents of a rollout share its key; a demonstration is a rollout of its own.
+        s["rollout_key"] = (s.get("env"), s.get("group"), s.get("rollout", f"sequence {i}"))
+    return Batch(sequences, {"max_tokens": max(lens)} | info)
 
 
-def cut(lens, budget, ranks, multiple, overhead):
-    """Sample lengths -> rectangles: lists of indices, lengths ascending. A rank computes every ranks-th row of each, at
-    most `budget` tokens (or one row), so a pass costs all ranks alike.
+def partition_by_length(lens, budget, ranks, multiple, overhead):
+    """Lengths of sequences -> padded micro-batches: lists of indices, shortest sequences first.
 
-    Dynamic programming over the sorted lengths: the least area per rank, plus `overhead` tokens a pass. Widths are
-    rounded up to a multiple, for few shapes."""
+    Each rank computes every ranks-th row of a micro-batch, at most `budget` tokens or one row, so that a pass costs all
+    ranks the same. Widths are rounded up to a multiple, which leaves few different shapes. Dynamic programming over the
+    sorted lengths finds the least padded area per rank, plus `overhead` tokens for each pass."""
     order = np.argsort(lens, kind="stable")
     widths = -(-np.asarray(lens)[order] // multiple) * multiple
-    best, start = np.zeros(len(lens) + 1), np.zeros(len(lens) + 1, dtype=int)
+    cost = np.zeros(len(lens) + 1)  # of the best partition of the first n
+    start = np.zeros(len(lens) + 1, dtype=int)  # where its last micro-batch begins
     for end, width in enumerate(widths, 1):
-        rows = np.arange(min(end, ranks * max(1, budget // width)), 0, -1)  # of a rectangle that ends here
-        cost = best[end - rows] + -(-rows // ranks) * width + overhead
-        best[end], start[end] = cost.min(), end - rows[cost.argmin()]
-    rectangles, end = [], len(lens)
+        rows = np.arange(min(end, ranks * max(1, budget // width)), 0, -1)
+        costs = cost[end - rows] + -(-rows // ranks) * width + overhead
+        cost[end] = costs.min()
+        start[end] = end - rows[costs.argmin()]
+    parts = []
+    end = len(lens)
     while end:
-        rectangles.insert(0, order[start[end] : end].tolist())
+        parts.insert(0, order[start[end] : end].tolist())
         end = start[end]
-    return rectangles
+    return parts
 
 
-def collate(batch, indices, device):
-    """Samples -> a right-padded rectangle and, at its N loss tokens, every column as <name>_N. Without a loss token
-    there is one filler with mask_N = False, so that every rank makes the same number of passes."""
-    index_B, tokens_T, multiple = torch.tensor(indices or [0]), batch.columns["tokens"], SHAPES[device.type][0]
-    lens_B = batch.lens[index_B] * bool(indices)
-    place_W = torch.arange(-(-max(2, int(lens_B.max())) // multiple) * multiple)
-    at_BW = (batch.lens.cumsum(0) - batch.lens)[index_B][:, None] + place_W
-    is_real_BW, at_BW = place_W < lens_B[:, None], at_BW.clamp(max=len(tokens_T) - 1)
-    is_loss_BW = batch.columns["mask"][at_BW] & is_real_BW
-    is_empty = not is_loss_BW.any()
-    is_loss_BW[0, 1] |= is_empty
-    row_N, place_N = is_loss_BW.nonzero(as_tuple=True)
-    at_N = at_BW[row_N, place_N]
-    micro = {"temperature_N": torch.ones(len(row_N))} | {f"{name}_N": x[at_N] for name, x in batch.columns.items()}
-    micro |= {"ids_BW": torch.where(is_real_BW, tokens_T[at_BW], 0).long(), "target_N": tokens_T[at_N].long()}
-    micro["index_N"] = row_N * len(place_W) + place_N - 1  # the place before each, in the flat rectangle
-    micro |= {"at_N": at_N, "sample_N": row_N, "mask_N": torch.full_like(row_N, not is_empty, dtype=torch.bool)}
+def collate(sequences, device):
+    """Sequences -> one padded micro-batch, and at its N loss tokens every field and number of theirs as <name>_N.
+
+    Two sequences, a b c and d e, whose mask is 0 1 1 and 0 1, at a width of 4:
+
+        ids_BW    [[a b c 0], [d e 0 0]]    padding stands on the right
+        tokens_N  [b c e]                   the loss tokens: those with a weight in any term of the loss
+        index_N   [0 1 4]                   each is predicted one position before, in the flattened ids_BW
+        row_N     [0 0 1]                   its sequence
+
+    If there is no loss token, one of padding with mask_N = False stands in: every rank makes the same passes."""
+    # 1. Per-token fields, padded on the right to a common width.
+    multiple = SHAPES[device.type][0]
+    longest = max(2, max(len(s["tokens"]) for s in sequences))
+    width = -(-longest // multiple) * multiple
+    fields = {}
+    for name, values in sequences[0].items():
+        if torch.is_tensor(values):
+            padded = pad_sequence([s[name] for s in sequences], batch_first=True)
+            fields[name] = F.pad(padded, (0, width - padded.shape[1]))
+    # 2. The loss tokens.
+    is_loss_BW = fields["mask"] | (fields["ce"] != 0)
+    if not is_loss_BW.any():
+        is_loss_BW[0, 1] = True
+    row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
+    # 3. What the model and the loss may ask of them.
+    micro = {"temperature": torch.ones(len(row_N))}
+    for name in sorted({key for s in sequences for key, value in s.items() if isinstance(value, int | float)}):
+        numbers = np.array([s.get(name) for s in sequences], "f4")  # None becomes nan
+        micro[name] = torch.tensor(numbers)[row_N]
+    micro |= {name: x_BW[is_loss_BW] for name, x_BW in fields.items()}
+    micro |= {"row": row_N, "index": row_N * width + position_N - 1}
+    micro = {f"{name}_N": x_N for name, x_N in micro.items()} | {"ids_BW": fields["tokens"].long()}
     return {name: x.to(device, non_blocking=True) for name, x in micro.items()}
+
+
+def make_micros(policy, sequences, info, cfg):
+    """This rank's padded micro-batches, as many as every other rank has. Each knows the numbers of the whole optimizer
+    step, over all micro-batches and ranks: sequences, and tokens and ce_tokens, those with a weight in that term."""
+    world = dist.get_world_size()
+    mask_T = torch.cat([s["mask"] for s in sequences])
+    ce_T = torch.cat([s["ce"] for s in sequences])
+    numbers = {"sequences": len(sequences), "max_tokens": info["max_tokens"]}
+    numbers |= {"tokens": max(1, int(mask_T.sum())), "ce_tokens": max(1, int((ce_T != 0).sum()))}
+    lens = [len(s["tokens"]) for s in sequences]
+    budget = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
+    untrained = sequences[0] | {"mask": torch.zeros(lens[0], dtype=torch.bool), "ce": torch.zeros(lens[0])}
+    micros = []
+    for part in partition_by_length(lens, budget, world, *SHAPES[policy.device.type]):
+        rows = [sequences[i] for i in part[dist.get_rank() :: world]]
+        micros.append(collate(rows or [untrained], policy.device) | numbers)
+    return micros
+
+
+def check_tokens(policy, sequences):
+    """Raises RunError with DATA if there is an empty sequence, or a token that the model does not know."""
+    for s in sequences:
+        tokens = s["tokens"]
+        is_known = len(tokens) and 0 <= tokens.min() and tokens.max() < policy.vocab
+        require(is_known, DATA, f"cannot be trained on, with a vocabulary of {policy.vocab}: {tokens.tolist()[:100]}")
 
 
 # --- advantages and losses --------------------------------------------------------------------------------------------
@@ -270,201 +373,342 @@ def collate(batch, indices, device):
 ADVANTAGES = {
     "mean": lambda r_G, group: r_G - r_G.mean(),  # Dr. GRPO, 2503.20783
     "std": lambda r_G, group: (r_G - r_G.mean()) / (r_G.std() + 1e-4),  # GRPO, 2402.03300
-    "batch_std": lambda r_G, group: r_G - r_G.mean(),  # and over the batch's std, below (LitePPO, 2508.08221)
+    "batch_std": lambda r_G, group: r_G - r_G.mean(),  # and over the batch's deviation, below (LitePPO, 2508.08221)
     "leave_one_out": lambda r_G, group: (r_G - r_G.mean()) * len(r_G) / (len(r_G) - 1),  # RLOO, 2402.14740
 }
 
 
 def compute_advantages(groups, name):
-    """[[a rollout's metadata, with its reward, ...], ...] -> [[its advantage, ...], ...]"""
-    rewards = [torch.tensor([member["reward"] for member in group], dtype=torch.float64) for group in groups]
-    scale = torch.cat(rewards).std(correction=0) + 1e-4 if name == "batch_std" else 1.0
-    return [(named(name, ADVANTAGES)(r_G, group) / scale).tolist() for r_G, group in zip(rewards, groups)]
+    """[[metadata of a rollout, with its reward, ...], ...] -> [[its advantage, ...], ...], one list per group."""
+    advantage = configs.find(name, ADVANTAGES)
+    rewards = []
+    for group in groups:
+        rewards_G = [rollout["reward"] for rollout in group]
+        rewards.append(torch.tensor(rewards_G, dtype=torch.float64))
+    scale = 1.0
+    if name == "batch_std":
+        scale = torch.cat(rewards).std(correction=0) + 1e-4
+    advantages = []
+    for rewards_G, group in zip(rewards, groups):
+        adv_G = advantage(rewards_G, group) / scale
+        advantages.append(adv_G.tolist())
+    return advantages
 
 
-def add_advantages(batch, t):
-    """-> the batch with a column adv: each token has its rollout's advantage, or its turn's; demonstrations have 1."""
-    if t.loss != "sft" and (t.gamma < 1 or any(s.get("turn_rewards") for s in batch.samples)):
-        return named("turns:add_advantages", {})(batch, t, add_advantages)
-    groups, keys = {}, [(s.get("env"), s.get("group"), s.get("rollout")) for s in batch.samples]
-    for key, s in zip(keys, batch.samples):
-        groups.setdefault(key[:2], {})[key] = s  # of a fork: any
-    adv_of = dict.fromkeys(keys, 1.0)
-    if t.loss != "sft":
-        table = compute_advantages([list(group.values()) for group in groups.values()], t.advantage)
-        adv_of = {key: adv for group, row in zip(groups.values(), table) for key, adv in zip(group, row)}
-    adv_T = torch.tensor([adv_of[key] for key in keys]).repeat_interleave(batch.lens)
-    require(adv_T.isfinite().all(), 4, f"trainer.advantage = {t.advantage!r}: not finite for some tokens")
-    return batch._replace(columns=batch.columns | {"adv": adv_T})
+def add_advantages(sequences, t):
+    """Gives each sequence a field adv: the advantage of its rollout, or of each turn if there are rewards by turn or
+    trainer.gamma is below 1. A baseline is over (env, group, agent). Raises RunError with DATA if one is not finite."""
+    groups = {}
+    for s in sequences:
+        s["adv"] = torch.zeros(len(s["tokens"]))
+        if s.get("reward") is not None:  # a demonstration has none
+            group = groups.setdefault((s.get("env"), s.get("group"), s["agent"]), {})
+            group.setdefault(s["rollout_key"], []).append(s)  # more than one if it forked
+    # Any sequence of a rollout carries its metadata.
+    rollouts = [[forks[0] for forks in group.values()] for group in groups.values()]
+    if t.gamma < 1 or any(s.get("turn_rewards") for s in sequences):
+        from configs.algorithms import turns
+
+        turns.add_advantages(groups, rollouts, t, compute_advantages)
+    else:
+        for group, advantages in zip(groups.values(), compute_advantages(rollouts, t.advantage)):
+            for forks, adv in zip(group.values(), advantages):
+                for s in forks:
+                    s["adv"] += adv
+    is_finite = all(s["adv"].isfinite().all() for s in sequences)
+    require(is_finite, DATA, f"trainer.advantage = {t.advantage!r}: not finite for some tokens")
 
 
-EPSILON = {"grpo": (0.2, 0.28), "dr_grpo": (0.2, 0.2)}  # DAPO 2503.14476; 2503.20783
+# HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
+# arguments are trainer.loss_args. micro holds every field at the loss tokens: adv_N, old_logp_N, reward_N, staleness_N,
+# row_N (the sequence), ..., mask_N (False on padding), and of the whole step the numbers that make_micros counts.
+# Below, r = pi / pi_old, A is the advantage and sg() has no gradient. configs/algorithms/losses.py has more of them.
 
 
-def compute_loss(micro, logp_N, entropy_N, cfg):
-    """HACK HERE: loss per token and values to log -> (loss_N, {metric: value_N}); "module:function" in trainer.loss
-    names another one (configs/algorithms/losses.py has some). micro holds every column at the loss tokens: adv_N, old_logp_N,
-    reward_N, age_N, sample_N (the row), ..., mask_N (False on filler), and of the whole step, over all ranks, the
-    numbers tokens, samples, rollouts and max_tokens. cfg is the [trainer] table.
-
-    The step divides the sum of loss_N by `tokens`; a loss with another divisor multiplies by its share. So a bonus or
-    a KL is a token mean whatever the loss divides by. Below, r = pi / pi_old, A the advantage, sg no gradient."""
-    log_r_N = (logp_N - micro["old_logp_N"]).clamp(-20, 20)  # before exp: inf would meet zero advantages
-    r_N, adv_N = log_r_N.exp(), micro["adv_N"]
-    if cfg.loss == "sft":  # cross-entropy on demonstrations
-        loss_N, is_clipped_N = -logp_N, torch.zeros_like(micro["mask_N"])
-    elif cfg.loss == "cispo":  # -sg(min(r, cap)) A logp: capped weight, no token dropped (MiniMax-M1, 2506.13585)
-        is_clipped_N = r_N > cfg.ratio_cap
-        loss_N = -r_N.detach().clamp(max=cfg.ratio_cap) * adv_N * logp_N
-    else:  # -min(min(r, delta) A, clip(r) A): PPO without a critic (2402.03300)
-        low, high = EPSILON[cfg.loss]
-        clipped_N = r_N.clamp(1 - (cfg.epsilon or low), 1 + (cfg.epsilon_high or high)) * adv_N
-        is_clipped_N = clipped_N < r_N * adv_N
-        loss_N = -torch.minimum(r_N.clamp(max=cfg.delta or math.inf) * adv_N, clipped_N)
-    if cfg.loss == "dr_grpo":  # over a constant, not the tokens there are: no bias by length
-        loss_N = loss_N * (micro["tokens"] / (micro["rollouts"] * micro["max_tokens"]))
-    return loss_N, {"policy/clip_frac": is_clipped_N}
+def log_ratio(micro, logp_N):
+    """log(pi / pi_old), cut before exp: inf would meet advantages of 0."""
+    return (logp_N - micro["old_logp_N"]).clamp(-20, 20)
 
 
-def add_columns(policy, micros, cfg):
-    """HACK HERE: columns that need a pass, or all of a step's micro-batches, before the first update -> micros. The KL
-    reference of configs/algorithms/reference.py is one."""
-    return named("reference:add_columns", {})(policy, micros, cfg) if cfg.trainer.beta else micros
+def cispo(micro, logp_N, entropy_N, ratio_cap=5.0):
+    """-sg(min(r, cap)) A logp: the weight is capped and no token dropped (MiniMax-M1, 2506.13585; the cap is ScaleRL's,
+    2510.13786)."""
+    r_N = log_ratio(micro, logp_N).exp().detach()
+    loss_N = -r_N.clamp(max=ratio_cap) * micro["adv_N"] * logp_N
+    return loss_N, {"policy/clip_frac": r_N > ratio_cap}
+
+
+def grpo(micro, logp_N, entropy_N, epsilon=0.2, epsilon_high=0.28, delta=math.inf):
+    """-min(min(r, delta) A, clip(r) A): PPO without a critic (2402.03300), with DAPO's range (2503.14476). delta caps
+    the ratio where the advantage is negative as well (2505.07291 has 4)."""
+    r_N = log_ratio(micro, logp_N).exp()
+    adv_N = micro["adv_N"]
+    clipped_N = r_N.clamp(1 - epsilon, 1 + epsilon_high) * adv_N
+    loss_N = -torch.minimum(r_N.clamp(max=delta) * adv_N, clipped_N)
+    return loss_N, {"policy/clip_frac": clipped_N < r_N * adv_N}
+
+
+def dr_grpo(micro, logp_N, entropy_N, epsilon=0.2, epsilon_high=0.2):
+    """grpo over a constant, sequences x max_tokens, instead of the tokens there are: no bias by length (2503.20783)."""
+    loss_N, logs = grpo(micro, logp_N, entropy_N, epsilon, epsilon_high)
+    return loss_N * (micro["tokens"] / (micro["sequences"] * micro["max_tokens"])), logs
+
+
+LOSSES = {"cispo": cispo, "grpo": grpo, "dr_grpo": dr_grpo}
+
+
+def k3(log_r_N):
+    """KL(p || q) at tokens drawn from p, from x = log(q / p): exp(x) - 1 - x (joschu.net/blog/kl-approx.html)."""
+    return torch.expm1(log_r_N.clamp(-20, 20)) - log_r_N
+
+
+def compute_loss(micro, logp_N, entropy_N, t):
+    """HACK HERE: the micro-batch's share of the step's loss, per token, and values to log -> (loss_N, {metric: value_N}).
+
+    A sum of terms, each with a weight per token, and divided by the number of tokens with that weight in the whole step.
+    So neither micro-batches nor ranks change the result."""
+    # 1. Policy gradient, on what the policy said. Importance weights correct for the sampler's distance from pi_old.
+    loss = configs.find(t.loss, LOSSES)
+    if t.importance:
+        importance = configs.find(t.importance)
+        weight_N = importance(micro, logp_N.detach(), **t.importance_args)
+        at_prox = micro | {"old_logp_N": micro["prox_logp_N"]}
+        policy_N, logs = loss(at_prox, logp_N, entropy_N, **t.loss_args)
+        policy_N = policy_N * weight_N
+        logs["policy/importance"] = weight_N
+    else:
+        policy_N, logs = loss(micro, logp_N, entropy_N, **t.loss_args)
+    # 2. KL to the reference.
+    if t.beta:
+        kl_N = k3(micro["ref_logp_N"] - logp_N)
+        policy_N = policy_N + t.beta * kl_N
+        logs["policy/kl_ref"] = kl_N
+    # 3. Imitation, of tokens whoever said them.
+    ce_N = -micro["ce_N"] * logp_N
+    loss_N = torch.where(micro["mask_N"], policy_N, 0) / micro["tokens"] + ce_N / micro["ce_tokens"]
+    return loss_N, logs
+
+
+def add_fields(policy, sequences, info, cfg):
+    """HACK HERE: per-token fields that need a forward pass before the first update. Collective."""
+    t = cfg.trainer
+    if t.beta:
+        from configs.algorithms import reference
+
+        with reference.swapped_in(policy, t):
+            add_logp("ref_logp", policy, sequences, info, cfg)
+    # pi_old is the policy before the first update. If there is only one, its own forward pass gives it.
+    if t.updates_per_batch * t.minibatches > 1:
+        is_unknown = any(s["old_logp"].isnan().any() for s in sequences)
+        if t.importance or is_unknown:
+            add_logp("prox_logp", policy, sequences, info, cfg)
+
+
+@torch.no_grad()
+def add_logp(name, policy, sequences, info, cfg):
+    """Adds the policy's log-probabilities of the loss tokens, without dropout, as a field; 0 elsewhere. Collective."""
+    logp_T = torch.zeros(sum(len(s["tokens"]) for s in sequences), device=policy.device)
+    policy.eval()
+    for micro in make_micros(policy, sequences, info, cfg):
+        heartbeat()
+        logp_N, _ = policy(micro)
+        logp_T[micro["at_N"]] += torch.where(is_trained(micro), logp_N, 0)
+    policy.train()
+    dist.all_reduce(logp_T)  # every rank but one has 0
+    for s in sequences:
+        s[name] = logp_T[s["at"]].cpu()
+
+
+def is_trained(micro):
+    """False on padding, which stands in if a micro-batch has no loss token."""
+    return micro["mask_N"] | (micro["ce_N"] != 0)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
 
 
 def schedule(step, t, total):
-    """-> the share of the learning rate: linear warm-up, then constant or a linear or cosine decay to 0 at `total`."""
-    warmup = 0 if t.lr_scheduler_type == "constant" else max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
+    """The share of the learning rate: linear warm-up, then constant, or a linear or cosine decay to 0 at `total`."""
+    warmup = max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
+    if t.lr_scheduler_type == "constant":
+        warmup = 0
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
     left = (total - step) / max(total - warmup, 1)
-    decay = {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}.get(t.lr_scheduler_type, 1.0)
-    return (step + 1) / (warmup + 1) if step < warmup else decay
+    return {"linear": left, "cosine": (1 - math.cos(math.pi * left)) / 2}.get(t.lr_scheduler_type, 1.0)
+
+
+def set_learning_rate(optimizer, step, cfg):
+    """Every parameter group keeps its own rate, times the schedule's share."""
+    share = schedule(step, cfg.trainer, cfg.run.max_steps)
+    for group in optimizer.param_groups:
+        group["lr"] = share * group.setdefault("initial_lr", group["lr"])
 
 
 def make_optimizer(policy, t):
     """AdamW, or what trainer.optimizer names: a function of the parameters and the [trainer] table."""
-    how = {"lr": t.learning_rate, "betas": (0.9, t.adam_beta2), "weight_decay": t.weight_decay, "fused": True}
-    make = named(t.optimizer, {"": lambda params, t: torch.optim.AdamW(params, **how)})
-    return make(list(trained(policy).values()), t)
+    params = list(policy.trained().values())
+    if t.optimizer:
+        return configs.find(t.optimizer)(params, t)
+    betas = (0.9, t.adam_beta2)
+    return torch.optim.AdamW(params, lr=t.learning_rate, betas=betas, weight_decay=t.weight_decay, fused=True)
 
 
-def make_micros(policy, batch, cfg):
-    """-> this rank's micro-batches, as many as every other rank has."""
-    rank, world, lens, tokens_T = dist.get_rank(), dist.get_world_size(), batch.lens.tolist(), batch.columns["tokens"]
-    low, high, vocab = int(tokens_T.min()), int(tokens_T.max()), policy.vocab
-    what = f"a sample of {min(lens)} tokens, ids from {low} to {high}; the vocabulary has {vocab}"
-    require(min(lens) > 0 and 0 <= low and high < vocab, 4, f"not to be trained on: {what}")
-    rectangles = cut(lens, cfg.trainer.micro_batch_size * cfg.run.max_seq_len, world, *SHAPES[policy.device.type])
-    mask_T, counts = batch.columns["mask"], {key: batch.info[key] for key in ("rollouts", "max_tokens")}
-    counts |= {"tokens": max(int(mask_T.sum()), 1), "samples": max(sum(bool(m.any()) for m in mask_T.split(lens)), 1)}
-    return [collate(batch, indices[rank::world], policy.device) | counts for indices in rectangles]
+def draw_minibatches(sequences, seed, num):
+    """Divides the sequences at random into one part for each optimizer step of a pass: the same parts on every rank, and
+    after a resume."""
+    parts = [[] for _ in range(num)]
+    for s, i in zip(sequences, np.random.default_rng(seed).permutation(len(sequences))):
+        parts[i % num].append(s)
+    return [part for part in parts if part]
+
+
+def apply_gradients(policy, optimizer, scale, max_norm):
+    """Divides the gradients by `scale`, clips them and takes an optimizer step. Returns their norm; if it is not finite,
+    nothing is changed, on any rank."""
+    params = list(policy.trained().values())
+    torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
+    grad_norm = full(nn.utils.clip_grad_norm_(params, max_norm)).item()
+    if math.isfinite(grad_norm):
+        optimizer.step()
+    optimizer.zero_grad()
+    return grad_norm
 
 
 def train_step(policy, optimizer, batch, step, cfg):
-    """updates_per_batch optimizer steps on one batch -> metrics (of the loss: in the first of them), and logp_T before
-    them (0 where nothing is trained). A non-finite gradient changes nothing, on any rank."""
-    t, started, sums, skipped = cfg.trainer, time.perf_counter(), Counter(), 0
-    weigh, params = named(t.importance, {"": lambda loss: loss}), list(trained(policy).values())
-    penalize = named("reference:penalized" if t.beta else "", {"": lambda loss: loss})
-    loss_function = penalize(weigh(named(t.loss, {t.loss: compute_loss})))
-    share = schedule(step, t, cfg.run.max_steps)
-    for group in optimizer.param_groups:
-        group["lr"] = share * group.setdefault("initial_lr", group["lr"])
-    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps gradients out of fp16's subnormals
-    logp_T = torch.zeros(int(batch.lens.sum()), device=policy.device)
-    # 1. Rectangles, and what must be known before the first update. Dropout is a function of seed, step and rank.
+    """Trains on one batch: updates_per_batch passes of `minibatches` optimizer steps each. Collective.
+
+    Returns the metrics, means over the loss tokens of the first pass, and logp_T, what the policy gave each token there
+    (0 if it is not trained). A gradient that is not finite changes nothing and is counted."""
+    t = cfg.trainer
+    started = time.perf_counter()
+    sequences = [s for s in batch.sequences if s["trainable"]]
+    logp_T = torch.zeros(sum(len(s["tokens"]) for s in batch.sequences), device=policy.device)
+    # 1. What is a function of the step: the learning rate and, with the rank, dropout.
+    set_learning_rate(optimizer, step, cfg)
     torch.manual_seed((cfg.run.seed << 32) + step * dist.get_world_size() + dist.get_rank())
-    micros = add_columns(policy, make_micros(policy, add_advantages(batch, t), cfg), cfg)
+    # 2. What must be known before the first update.
+    check_tokens(policy, sequences)
+    add_advantages(sequences, t)
+    add_fields(policy, sequences, batch.info, cfg)
+    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps gradients out of fp16's subnormals
+    sums = Counter()
+    skipped = 0
     for update in range(t.updates_per_batch):
-        for micro in micros:
-            # 2. Log-probabilities of the loss tokens.
-            beat()
-            logp_N, entropy_N = policy(micro)
-            # nan: text of unknown origin, whose ratio is 1 at first
-            micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), logp_N.detach(), micro["old_logp_N"])
-            # 3. The loss: a sum over this micro-batch, divided by the number of tokens in all of them on all ranks.
-            loss_N, logs = loss_function(micro, logp_N, entropy_N, t)
-            # where there are replicas: they exchange gradients once, after the last
-            getattr(policy, "set_requires_all_reduce", lambda is_last: None)(micro is micros[-1])
-            (scale / micro["tokens"] * torch.where(micro["mask_N"], loss_N, 0).sum()).backward()
-            if update == 0:
-                log_r_N = logp_N.detach() - micro["old_logp_N"]
-                kl_N = log_r_N.clamp(-20, 20).exp() - 1 - log_r_N  # as in the loss: exp(100) is inf
-                logs |= {"loss": loss_N, "policy/entropy": entropy_N, "policy/kl_sampler": kl_N}
-                sums.update({k: torch.where(micro["mask_N"], v.detach(), 0).sum().float() for k, v in logs.items()})
-                logp_T[micro["at_N"]] += torch.where(micro["mask_N"], logp_N.detach(), 0)
-        # 4. One optimizer step, unless the gradient is not finite.
-        torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
-        grad_norm = full(nn.utils.clip_grad_norm_(params, t.max_grad_norm)).item()
-        skipped += not math.isfinite(grad_norm)
-        if math.isfinite(grad_norm):
-            optimizer.step()
-        optimizer.zero_grad()
-    # 5. Metrics: token means over all ranks.
-    dist.all_reduce(total := torch.stack([sums[k] for k in sorted(sums)]))
-    dist.all_reduce(logp_T)  # 0 on all ranks but one
-    metrics = dict(zip(sorted(sums), (total / micros[0]["tokens"]).tolist()))
-    seconds, lr = time.perf_counter() - started, optimizer.param_groups[0]["lr"]
-    metrics |= {"optim/lr": lr, "optim/grad_norm": grad_norm, "optim/skipped": skipped, "time/train_s": seconds}
+        for part in draw_minibatches(sequences, (cfg.run.seed, step, update), t.minibatches):
+            micros = make_micros(policy, part, batch.info, cfg)
+            for micro in micros:
+                # 3. Log-probabilities of the loss tokens.
+                heartbeat()
+                logp_N, entropy_N = policy(micro)
+                now_N = logp_N.detach()
+                prox_N = micro.setdefault("prox_logp_N", now_N)
+                # nan means that no sampler's probability is known: the ratio then starts at 1.
+                micro["old_logp_N"] = torch.where(micro["old_logp_N"].isnan(), prox_N, micro["old_logp_N"])
+                # 4. The loss and its gradient. Replicas exchange gradients once, after the last micro-batch.
+                loss_N, logs = compute_loss(micro, logp_N, entropy_N, t)
+                if t.replicas > 1:
+                    policy.set_requires_all_reduce(micro is micros[-1])
+                (scale * loss_N.sum()).backward()
+                # 5. What is logged is of the first pass.
+                if update == 0:
+                    logs |= {"policy/entropy": entropy_N, "policy/kl_sampler": k3(now_N - micro["old_logp_N"])}
+                    for name, value_N in logs.items():
+                        sums[name] += torch.where(micro["mask_N"], value_N.detach(), 0).sum().float()
+                    sums["loss"] += loss_N.detach().sum() * micro["tokens"]
+                    logp_T[micro["at_N"]] += torch.where(is_trained(micro), now_N, 0)
+            # 6. The optimizer step.
+            grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
+            skipped += not math.isfinite(grad_norm)
+    # 7. Sums become means over all ranks.
+    dist.all_reduce(logp_T)  # every rank but one has 0
+    total = torch.stack([sums[name] for name in sorted(sums)])
+    dist.all_reduce(total)
+    tokens = sum(int(s["mask"].sum()) for s in sequences)
+    metrics = dict(zip(sorted(sums), (total / max(1, tokens)).tolist()))
+    metrics |= {"optim/lr": optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm, "optim/skipped": skipped}
+    metrics["time/train_s"] = time.perf_counter() - started
+    metrics["perf/tokens_per_s"] = t.updates_per_batch * len(logp_T) / metrics["time/train_s"]
     metrics["perf/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
-    return metrics | {"perf/tokens_per_s": t.updates_per_batch * len(logp_T) / seconds}, logp_T
+    return metrics, logp_T
 
 
 # --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
 
-CANARY = (96, 80, 64, 56, 48, 40, 32, 24)  # token ids in its rows, of different lengths: none may leak into another
+CANARY = (96, 80, 64, 56, 48, 40, 32, 24)  # token ids in its rows; lengths differ, since rows must not leak into others
 SAID = 4  # tokens that the policy says after each; every one is a step of the engine, among all rollouts under way
 
 
-def sampler_weights(model, dtype, adapters, device):
-    """Yields (the module's name, full tensor), as a sampler wants them; small ones side by side, for few messages.
-    Collective: every rank exhausts it, those that send nothing with device = "meta". LoRA is merged in fp32; with
-    `adapters` only A and B go. Buffers keep their dtype: a router's bias in 16 bits would be another router."""
-    room, kept = torch.empty(0), {} if adapters else model.state_dict()
-    for name, p in model.named_parameters():  # tied weights go once
-        place, _, key = name.rpartition(".")
-        module, is_lora = model.get_submodule(place), key.startswith("lora_")
-        if is_lora == adapters:
-            w = full(p.detach().to(p.dtype if p.is_cpu and dist.get_world_size() == 1 else dtype))
-            if isinstance(module, LoRALinear) and key == "weight":
-                w = (w + module.scale * full(module.lora_B.detach()) @ full(module.lora_A.detach())).to(dtype)
-            if (num := w.numel()) <= 1 << 22:
-                room = room if num <= len(room) else torch.empty(1 << 25, dtype=dtype, device=device)
-                w, room = room[:num].view(w.shape).copy_(w), room[num:]
-            yield f"{name}.weight" if is_lora else name, w.to(device, dtype)
-    yield from ((name, b.to(device)) for name, b in model.named_buffers() if name in kept)
+def stream_weights(model, dtype, adapters):
+    """Yields {name in the checkpoint: tensor}, one group after the other, as a sampler wants them: in dtype, LoRA merged,
+    or with `adapters` A and B alone. Only one group exists at a time: a transformer block, in which fused experts are
+    whole, or a tensor outside of the blocks. Collective: every rank goes through all of them."""
+    params = dict(model.named_parameters())  # tied weights are in it once
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    groups = {}
+    for name in [*params, *buffers]:
+        if ("lora_" in name) == adapters:
+            block = re.match(r".+?\.\d+\.", name)  # model.layers.3.
+            groups.setdefault(block[0] if block else name, []).append(name)
+    for names in groups.values():
+        group = {}
+        for name in names:
+            if name in buffers:
+                group[name] = buffers[name]  # in its own dtype: a router's bias in 16 bits would be another router
+            else:
+                group[f"{name}.weight" if adapters else name] = gather(model, name, dtype)
+        yield revert_weight_conversion(model, group)
+
+
+def gather(model, name, dtype):
+    """The whole of one parameter, with LoRA merged into it. Collective."""
+    owner, _, key = name.rpartition(".")
+    module = model.get_submodule(owner)
+    weight = full(getattr(module, key).detach().to(dtype))
+    if isinstance(module, LoRALinear) and key == "weight":
+        B = full(module.lora_B.detach())
+        A = full(module.lora_A.detach())
+        weight = torch.addmm(weight, B, A, alpha=module.scale)
+    return weight
 
 
 def make_group(store, rank, spec):
-    """A process group beside torch's default one, which vLLM has for itself. Its own limit is twice that of the waits
-    on it: NCCL would else end the process before the error is told."""
-    kind = dist.ProcessGroupGloo if spec["backend"] == "gloo" else dist.ProcessGroupNCCL
-    return kind(store, rank, spec["size"], timedelta(seconds=2 * spec["timeout_s"]))
+    """A process group beside torch's default one, which vLLM has for itself. NCCL's own limit is twice that of the waits
+    on it: otherwise it aborts the process before we can report the error."""
+    limit = timedelta(seconds=spec["timeout_s"])
+    if spec["backend"] == "gloo":
+        return dist.ProcessGroupGloo(store, rank, spec["size"], limit)
+    return dist.ProcessGroupNCCL(store, rank, spec["size"], 2 * limit)
 
 
-def messages(tensors):
-    """{name: tensor} -> [[(name, shape, dtype), ...], ...], dtypes without "torch.". Neighbors in memory are a message:
-    each costs 0.3 ms over gloo, and there may be 18,000. By layer, of which vLLM keeps what it has until it has all."""
-    found, end, place = [], None, {name: i for i, name in enumerate(tensors)}
-    for name, w in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        if w.data_ptr() != end or w.storage_offset() == 0:
-            found.append([])
-        found[-1].append((name, [*w.shape], str(w.dtype)[6:]))
-        end = w.data_ptr() + w.nbytes
-    return sorted(found, key=lambda part: place[part[0][0]])
+def broadcast(group, tensor, *limit):
+    """Rank 0's tensor -> the same tensor on every rank. It goes as bytes, which every backend knows. On NCCL a wait
+    without a limit only orders the streams; one with a limit polls, which takes a millisecond."""
+    group.broadcast(tensor.view(-1).view(torch.uint8), 0).wait(*limit)
+    return tensor
 
 
-def stream(group, device, spec, tensors=None):
-    """Both ends of a broadcast: yields (name, tensor). spec["messages"]: of `tensors`, which the sender gives, too."""
-    for part in spec["messages"]:
-        (name, _, dtype), sizes = part[0], [math.prod(shape) for _, shape, _ in part]
-        first = tensors[name] if tensors else torch.empty(sum(sizes), dtype=getattr(torch, dtype), device=device)
-        data = first.as_strided((sum(sizes),), (1,))
-        # as bytes: every backend has those
-        group.broadcast(data.view(torch.uint8), 0).wait(timedelta(seconds=spec["timeout_s"]))
-        yield from ((name, x.view(shape)) for (name, shape, _), x in zip(part, data.split(sizes)))
+def send_group(group, tensors, device, limit):
+    """Broadcasts a group of tensors behind a header: its length in bytes, and in JSON their names, shapes and dtypes."""
+    about = [(name, list(w.shape), str(w.dtype).removeprefix("torch.")) for name, w in tensors.items()]
+    header = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8, device=device)
+    broadcast(group, torch.tensor([len(header)], device=device), limit)
+    broadcast(group, header, limit)
+    for w in tensors.values():
+        broadcast(group, w.to(device).contiguous())
+
+
+def receive_groups(group, device, limit):
+    """The other end of send_group: yields (name, tensor) until an empty group comes."""
+    while True:
+        size = broadcast(group, torch.zeros(1, dtype=torch.int64, device=device), limit)
+        header = broadcast(group, torch.empty(int(size), dtype=torch.uint8, device=device), limit)
+        about = json.loads(bytes(header.tolist()))
+        if not about:
+            return
+        for name, shape, dtype in about:
+            yield name, broadcast(group, torch.empty(shape, dtype=getattr(torch, dtype), device=device))
 
 
 class WeightSender:
@@ -472,338 +716,501 @@ class WeightSender:
     /collective_rpc -> WeightReceiver, /resume. Every wait ends after sync_timeout_s."""
 
     def __init__(self, cfg, run_dir, device):
-        t, self.cfg, self.run_dir, self.urls = cfg.trainer, cfg, run_dir, cfg.inference.urls
-        # a server closes idle connections, maybe just as one is used; trust_env: no proxy between the roles
+        t = cfg.trainer
+        self.cfg = cfg
+        self.run_dir = run_dir
+        self.urls = cfg.inference.urls
+        self.limit = timedelta(seconds=t.sync_timeout_s)
+        backend = t.sync_backend
+        if backend == "auto":
+            backend = "nccl" if device.type == "cuda" else "gloo"
+        self.device = device if backend == "nccl" else torch.device("cpu")
+        self.spec = {"backend": backend, "timeout_s": t.sync_timeout_s}
+        # A server may close an idle connection just as it is used. No proxy belongs between the roles.
         self.http = httpx.Client(timeout=t.sync_timeout_s, headers={"Connection": "close"}, trust_env=False)
         self.pool = ThreadPoolExecutor(64)
+
+    def connect(self):
+        """Waits for the servers and forms a process group of rank 0 and all of their workers."""
         # 1. Servers of this run, and of no other: a stale one is never trained against.
-        others = {url: name for url in self.urls if (name := self.wait_ready(url)) != served_name(cfg)}
-        require(not others, 2, f"a server of another run answers: {others}; this run is {served_name(cfg)!r}")
-        # 2. A group of rank 0 and all workers, which join it as they are asked to.
-        backend = {"auto": "nccl" if device.type == "cuda" else "gloo"}.get(t.sync_backend, t.sync_backend)
-        self.device, limit = device if backend == "nccl" else torch.device("cpu"), timedelta(seconds=t.sync_timeout_s)
-        listener = socket.create_server((t.sync_host, 0))  # a TCPStore's own listens on every address
+        for url in self.urls:
+            name = self.wait_ready(url)
+            mine = configs.served_name(self.cfg)
+            require(name == mine, CONFIG, f"a server of another run answers: {url} serves {name!r}, not {mine!r}")
+        # 2. A store that listens on one address only; torch's own would listen on all of them.
+        listener = socket.create_server((self.cfg.trainer.sync_host, 0))
         host, port = listener.getsockname()
-        self.store = dist.TCPStore(host, port, None, True, limit, False, False, listener.detach())
-        workers = math.prod(cfg.inference.args.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline"))
-        self.spec = {"host": host, "port": port, "backend": backend, "timeout_s": t.sync_timeout_s}
-        self.spec["size"] = 1 + workers * len(self.urls)
-        joining = self.rpc("join_weight_group", [{"first": 1 + workers * i} for i in range(len(self.urls))])
-        self.group, *_ = self.finish("weight group", [self.pool.submit(make_group, self.store, 0, self.spec), *joining])
+        self.store = dist.TCPStore(host, port, None, True, self.limit, False, False, listener.detach())
+        # 3. The workers join when they are asked to.
+        args = self.cfg.inference.args
+        workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
+        self.spec |= {"host": host, "port": port, "size": 1 + workers * len(self.urls)}
+        firsts = [{"first": 1 + workers * i} for i in range(len(self.urls))]
+        with self.workers_do("join_weight_group", firsts):
+            self.group = make_group(self.store, 0, self.spec)
 
     def wait_ready(self, url):
-        """Until the server answers -> the name under which it serves."""
-        deadline = time.monotonic() + (limit := self.cfg.inference.startup_timeout)
+        """Waits until the server answers, and returns the name of the model that it serves."""
+        limit = self.cfg.inference.startup_timeout
+        deadline = time.monotonic() + limit
         while True:
             try:
                 return self.http.get(f"{url}/v1/models").json()["data"][0]["id"]
             except httpx.TransportError as e:
-                require(time.monotonic() < deadline, 3, f"{url}: {e!r}, for inference.startup_timeout = {limit:g} s")
+                what = f"{url}: {e!r}, for inference.startup_timeout = {limit:g} s"
+                require(time.monotonic() < deadline, DIED, what)
                 time.sleep(0.2)
 
     def post(self, url, path, body=None):
-        reply = self.http.post(url + path, json=body)
-        require(reply.status_code == 200, 3, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
+        try:
+            reply = self.http.post(url + path, json=body)
+        except httpx.TransportError as e:
+            hint = f"trainer.sync_timeout_s = {self.spec['timeout_s']:g}"
+            raise RunError(DIED, f"{url}{path}: {e!r} ({hint})") from e
+        what = f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}"
+        require(reply.status_code == 200, DIED, what)
         return reply.json() if reply.text.startswith("{") else {}
 
     def post_all(self, path, body=None):
-        return self.finish(path, [self.pool.submit(self.post, url, path, body) for url in self.urls])
+        return list(self.pool.map(lambda url: self.post(url, path, body), self.urls))
 
-    def rpc(self, method, specs):
-        """Starts method in every worker of every server, with one spec each -> a future for each server."""
-        bodies = [{"method": method, "args": [self.spec | spec]} for spec in specs]
-        return [self.pool.submit(self.post, url, "/collective_rpc", body) for url, body in zip(self.urls, bodies)]
-
-    def finish(self, what, calls):
-        """-> the futures' results. RunError 3 with the first error of any, not what comes of it elsewhere."""
-        for call in as_completed(calls, timeout=2 * self.spec["timeout_s"]):
-            if error := call.exception():
-                kind, limit = getattr(error, "request", type(error).__name__), self.spec["timeout_s"]  # httpx: of what
-                raise RunError(3, f"{what}: {kind}: {error} (trainer.sync_timeout_s = {limit:g})") from error
-        return [call.result() for call in calls]
-
-    def send(self, version, tensors):
-        """Broadcasts, and makes the servers use it. tensors: {checkpoint name: tensor}. A failure raises; a server that
-        got a byte by then stays paused, or without the adapter: it never samples from a mixture."""
-        what, path = f"sync of version {version}", self.run_dir.absolute() / "adapters" / served_name(self.cfg, version)
-        refuse_non_finite(tensors := {name: w.contiguous() for name, w in tensors.items()}, what)
-        about = [str(path), self.cfg.trainer._asdict(), self.cfg.run.model] if self.cfg.sends_adapters else None
-        spec = {"adapter": about, "messages": messages(tensors)}
-        if not about:
-            self.post_all("/pause?mode=keep&clear_cache=false")  # else it reads again what they have said
-        sent = self.pool.submit(list, stream(self.group, self.device, self.spec | spec, tensors))
-        self.finish(what, [sent, *self.rpc("receive_weights", [spec] * len(self.urls))])
-        if not about:
-            return self.post_all("/resume")
-        old = path.with_name(served_name(self.cfg, version - self.cfg.orchestrator.max_staleness - 2))
-        for url in self.urls:
-            # One that no request can name any more, and one of this name, of a trainer before this. 404: there is none.
-            for name in (old.name, path.name):
-                self.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
-        # not "load_inplace", with which vLLM 0.32 reads the file again at each of its steps
-        self.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
-        shutil.rmtree(old, ignore_errors=True)
+    @contextlib.contextmanager
+    def workers_do(self, method, specs):
+        """Every worker of every server runs a method of WeightReceiver while rank 0 does the body of the `with`. If both
+        fail, the workers' error is the cause."""
+        calls = []
+        for url, spec in zip(self.urls, specs):
+            body = {"method": method, "args": [self.spec | spec]}
+            calls.append(self.pool.submit(self.post, url, "/collective_rpc", body))
+        try:
+            yield
+        except RuntimeError as e:  # torch.distributed's: a worker left, or did not come in time
+            for call in calls:
+                call.result()
+            raise RunError(DIED, f"{method}: {e} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})") from e
+        for call in calls:
+            call.result()
 
     def say(self, version, rows):
-        """-> by server and row: SAID token ids that the policy goes on with, and their logprobs."""
-        body = {"model": served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID, "ignore_eos": True}
-        # priority: before all rollouts
-        body |= {"logprobs": 0, "return_token_ids": True, "cache_salt": str(time.time()), "priority": -1}
-        replies = self.post_all("/v1/completions", body)
-        return [(c["token_ids"], c["logprobs"]["token_logprobs"]) for reply in replies for c in reply["choices"]]
+        """Lets every server go on with the rows. Returns [(SAID token ids, their logprobs), ...] by server and row."""
+        body = {"model": configs.served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID}
+        body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True, "cache_salt": str(time.time())}
+        body["priority"] = -1  # before all rollouts
+        choices = []
+        for reply in self.post_all("/v1/completions", body):
+            choices += reply["choices"]
+        return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
 
 class WeightReceiver:
-    """In every vLLM worker by --worker-extension-cls trainer.WeightReceiver (configs/serving/cpu_receiver.py has one for CPUs)."""
+    """In every vLLM worker, by --worker-extension-cls (on CPUs configs/serving/cpu_receiver.py has the one)."""
 
     def join_weight_group(self, spec):
-        store = dist.TCPStore(spec["host"], spec["port"], None, False, timedelta(seconds=spec["timeout_s"]), False)
+        limit = timedelta(seconds=spec["timeout_s"])
+        store = dist.TCPStore(spec["host"], spec["port"], None, False, limit, False)
         self.sync_group = make_group(store, spec["first"] + self.rank, spec)
 
     def receive_weights(self, spec):
-        weights = stream(self.sync_group, self.device if spec["backend"] == "nccl" else "cpu", spec)
-        if spec["adapter"]:
-            (path, *about), tensors = spec["adapter"], dict(weights)
-            return write_adapter(Path(path), tensors, *about) if self.rank == 0 else None
-        self.reload_weights(weights_iterator=weights)
+        device = self.device if spec["backend"] == "nccl" else "cpu"
+        weights = receive_groups(self.sync_group, device, timedelta(seconds=spec["timeout_s"]))
+        if not spec["adapter"]:
+            return self.reload_weights(weights_iterator=weights)
+        tensors = dict(weights)
+        if self.rank == 0:
+            write_adapter(tensors, **spec["adapter"])
 
 
-def score(policy, rows, firsts=()):
-    """-> logp, in one rectangle, of each row's tokens from number `first` on, or all but the first."""
-    mask_T = torch.cat([torch.arange(len(row)) >= first for row, first in zip(rows, firsts or [1] * len(rows))])
-    columns, lens = {"tokens": torch.tensor(sum(rows, [])), "mask": mask_T}, torch.tensor([len(row) for row in rows])
-    return policy(collate(Batch(columns, lens, [], {}), list(range(len(rows))), policy.device))[0]
+def send_weights(sender, policy, version, cfg):
+    """Streams all weights to the servers; one that has got a part stays paused if the rest does not come, or without the
+    adapter: none ever samples from a mixture of two versions. Collective; sender is None on all ranks but the first."""
+    groups = stream_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
+    if not sender:
+        for _ in groups:
+            pass
+        return
+    spec = {"adapter": None}
+    if cfg.sends_adapters:
+        path = adapter_path(sender.run_dir, version, cfg)
+        spec["adapter"] = {"path": str(path), "t": cfg.trainer._asdict(), "model": cfg.run.model}
+    else:
+        sender.post_all("/pause?mode=keep&clear_cache=false")  # with a cleared cache it reads all prompts again
+    with sender.workers_do("receive_weights", [spec] * len(sender.urls)):
+        for tensors in groups:
+            refuse_non_finite(tensors, f"sync of version {version}")
+            send_group(sender.group, tensors, sender.device, sender.limit)
+            tensors.clear()  # before the next group is gathered
+        send_group(sender.group, {}, sender.device, sender.limit)
+    if cfg.sends_adapters:
+        load_adapter(sender, path, version, cfg)
+    else:
+        sender.post_all("/resume")
 
 
-def compare(logp_N, other_N, t, most, code, what):
-    """-> the largest and the mean |dlogp|, in nats. RunError where in fp32 the largest is above 1e-3, or in 16 bits the
-    mean above `most`."""
+def adapter_path(run_dir, version, cfg):
+    return run_dir.absolute() / "adapters" / configs.served_name(cfg, version)
+
+
+def load_adapter(sender, path, version, cfg):
+    """Makes the servers load an adapter under its own name, and drop the one that no request can name any more."""
+    old = adapter_path(sender.run_dir, version - cfg.orchestrator.max_staleness - 2, cfg)
+    for url in sender.urls:
+        for name in (old.name, path.name):  # a trainer before this one may have loaded the second; 404 if not
+            sender.http.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": name})
+    # Not "load_inplace", with which vLLM 0.32 reads the file again at each of its steps.
+    sender.post_all("/v1/load_lora_adapter", {"lora_name": path.name, "lora_path": str(path)})
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync_weights(sender, policy, version, cfg, batch=None):
+    """Makes `version` live on all servers -> metrics. Collective: all ranks gather, rank 0 alone talks to the servers."""
+    started = time.perf_counter()
+    send_weights(sender, policy, version, cfg)
+    metrics = canary(sender, policy, version, cfg, batch)
+    if sender:
+        tmp = sender.run_dir / "version.tmp"
+        tmp.write_text(str(version))
+        os.replace(tmp, sender.run_dir / "version")
+    return metrics | {"time/sync_s": time.perf_counter() - started}
+
+
+@contextlib.contextmanager
+def servers_asleep(sender, cfg):
+    """inference.sleep: on a GPU that both share, vLLM's memory is the trainer's for the length of a step. The servers
+    keep the requests under way. If the step raises they stay asleep: the run is over. Collective."""
+    if not cfg.inference.sleep:
+        yield
+        return
+    if sender:
+        sender.post_all("/sleep?level=1&mode=keep")
+    dist.barrier()
+    yield
+    torch.cuda.empty_cache()
+    dist.barrier()
+    if sender:
+        sender.post_all("/wake_up")
+
+
+# --- does everybody compute the same? ---------------------------------------------------------------------------------
+
+
+def score(policy, rows, firsts):
+    """Log-probabilities, in one padded micro-batch, of each row's tokens from number firsts[row] on."""
+    sequences = []
+    for row, first in zip(rows, firsts):
+        mask = torch.arange(len(row)) >= first
+        sequences.append({"tokens": torch.tensor(row), "mask": mask, "ce": torch.zeros(len(row))})
+    return policy(collate(sequences, policy.device))[0]
+
+
+def compare(logp_N, other_N, t, mean_limit, code, what):
+    """The largest and the mean difference, in nats. Raises RunError if in fp32 the largest is above 1e-3, or in 16 bits
+    the mean above mean_limit; trainer.max_sync_dlogp is another limit."""
     diff_N = (logp_N[: len(other_N)] - other_N).abs()
     numbers = {"sync/dlogp_max": diff_N.max().item(), "sync/dlogp_mean": diff_N.mean().item()}
-    key, usual = ("sync/dlogp_max", 1e-3) if t.dtype == "fp32" else ("sync/dlogp_mean", most)
-    require(numbers[key] <= (limit := t.max_sync_dlogp or usual), code, f"{what}: {numbers}; {key} may be {limit:g}")
+    key = "sync/dlogp_max" if t.dtype == "fp32" else "sync/dlogp_mean"
+    limit = t.max_sync_dlogp or (1e-3 if t.dtype == "fp32" else mean_limit)
+    require(numbers[key] <= limit, code, f"{what}: {numbers}; {key} may be {limit:g}")
     return numbers
 
 
 def random_rows(policy, cfg):
     """Token ids in rows of different lengths: nothing may leak from row to row."""
-    draw, vocab = torch.Generator().manual_seed(0), policy.vocab
-    return [torch.randint(vocab, [max(2, min(n, cfg.run.max_seq_len - SAID))], generator=draw).tolist() for n in CANARY]
+    draw = torch.Generator().manual_seed(0)
+    rows = []
+    for length in CANARY:
+        size = max(2, min(length, cfg.run.max_seq_len - SAID))
+        rows.append(torch.randint(policy.vocab, [size], generator=draw).tolist())
+    return rows
 
 
 @torch.no_grad()
 def check_policy(policy, cfg):
-    """Is the policy, in training mode, the network of the model's own forward, a row at a time? RunError 2 says what
-    differs. Before a checkpoint is loaded, since LoRA's dropout does nothing as long as B = 0. Collective."""
+    """Checks that the policy in training mode, in a padded micro-batch, is the network of the model's own forward in
+    evaluation mode, one row at a time. Raises RunError with CONFIG. It runs before a checkpoint is loaded: as long as
+    B = 0, LoRA's dropout does nothing. Collective."""
     rows = random_rows(policy, cfg)
-    own, longest = [policy.plain(row) for row in rows], (rows[-1] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
-    pairs = {"dropout or noise is on in training": (own[0], policy.eval().plain(rows[0]))}
-    pairs["its logits are not head(base model)"] = score(policy.train(), rows[:1]), own[0]
-    pairs["a row's length changes its first tokens (RoPE, or no causal model)"] = score(policy, [longest]), own[-1]
-    pairs["rows of a rectangle mix"] = score(policy, rows), torch.cat(own)
-    for what, (logp_N, other_N) in pairs.items():  # of tokens that no policy would say
-        compare(logp_N, other_N, cfg.trainer, 0.2, 2, f"model = {cfg.run.model!r}: {what}")
+    policy.eval()
+    own_N = torch.cat([policy.plain(row) for row in rows])
+    policy.train()
+    longest = (rows[0] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
+    logp_N = score(policy, [*rows, longest], [1] * (len(rows) + 1))
+    what = f"model = {cfg.run.model!r} cannot be trained: padded rows in training mode differ from its own forward"
+    why = "dropout or noise of its own, logits that are not head(base model), rows that mix, or RoPE by length"
+    # 0.2: in 16 bits tokens that no policy would say differ more.
+    compare(logp_N, own_N, cfg.trainer, 0.2, CONFIG, f"{what} ({why})")
+
+
+def canary_rows(batch, num_servers, cfg):
+    """Prompts of the batch that the servers go on with; what all servers say fits into one micro-batch."""
+    budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
+    longest = max(1, budget // (len(CANARY) * num_servers) - SAID)
+    rows = []
+    for s in batch.sequences[:: -(-len(batch.sequences) // len(CANARY))]:
+        prompt = int(s["mask"].int().argmax())  # tokens before the first that the policy said
+        rows.append(s["tokens"][: max(1, min(prompt, longest))].tolist())
+    return rows
 
 
 @torch.no_grad()
-def canary(sender, policy, version, cfg, batch=None):
-    """Every server goes on with the same rows: prompts of the batch, or random ones before there is one. The trainer
-    scores what they said, in one rectangle, as rollouts are -> sync/*, |dlogp| in nats. RunError 3 where they differ.
-    Collective."""
-    servers, rows = max(1, len(cfg.inference.urls)), [] if batch else random_rows(policy, cfg)
-    # What all servers say is one rectangle, no larger than a micro-batch.
-    most = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len // (len(CANARY) * servers) - SAID
-    for i in range(0, len(batch.lens), -(-len(batch.lens) // len(CANARY))) if batch else ():
-        tokens, mask = (batch.columns[name][batch.lens[:i].sum() :] for name in ("tokens", "mask"))
-        rows.append(tokens[: max(1, min(int(mask.int().argmax()), most))].tolist())
-    said = sender.say(version, rows) if sender else [([0], [])]  # others only take part in the forward
-    pairs = list(zip(rows * servers, said))
-    logp_N = score(policy.eval(), [row + ids for row, (ids, _) in pairs], [len(row) for row, _ in pairs])
-    policy.train()
+def canary(sender, policy, version, cfg, batch):
+    """Compares trainer and servers after a sync -> sync/*, in nats. Each server continues the same rows, and the trainer
+    scores what they said, in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
+    num_servers = max(1, len(cfg.inference.urls))
+    rows = canary_rows(batch, num_servers, cfg) if batch else random_rows(policy, cfg)
+    policy.eval()
     if not sender:
+        score(policy, rows[:1], [0])  # takes part in the forward
+        policy.train()
         return {}
+    said = sender.say(version, rows)
+    rows = rows * num_servers
+    logp_N = score(policy, [row + ids for row, (ids, _) in zip(rows, said)], [len(row) for row in rows])
+    policy.train()
     other_N = torch.tensor([x for _, logps in said for x in logps], device=policy.device)
-    what, most = f"canary after sync of version {version}: trainer and server differ", 0.05 if batch else 0.2
-    return compare(logp_N, other_N, cfg.trainer, most, 3, what)  # 0.2: after rows that nobody would write
-
-
-def publish(sender, policy, version, cfg, batch=None):
-    """Makes `version` live -> metrics. Collective: gathers first, then rank 0 alone talks to the servers, under the
-    names of the checkpoint: experts one by one, and the prefix that a composite model has there."""
-    started, dtype = time.perf_counter(), DTYPES[cfg.trainer.dtype]
-    tensors = dict(sampler_weights(policy.model, dtype, cfg.sends_adapters, sender.device if sender else "meta"))
-    if sender:
-        sender.send(version, transformers.core_model_loading.revert_weight_conversion(policy.model, tensors))
-    metrics = canary(sender, policy, version, cfg, batch)
-    if sender:
-        (tmp := sender.run_dir / "version.tmp").write_text(str(version))
-        os.replace(tmp, sender.run_dir / "version")
-    return metrics | {"time/sync_s": time.perf_counter() - started}
+    what = f"canary after sync of version {version}: trainer and server differ"
+    mean_limit = 0.05 if batch else 0.2  # after random rows the policy says what nobody would
+    return compare(logp_N, other_N, cfg.trainer, mean_limit, DIED, what)
 
 
 # --- what outlives the process ----------------------------------------------------------------------------------------
 
 
 def refuse_non_finite(tensors, what):
-    """Weights that are not finite are neither written nor sent: RunError 5."""
-    if bad := [name for name, x in tensors.items() if not (local(x).sum().isfinite() or local(x).isfinite().all())]:
-        raise RunError(5, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0]}")
+    """Raises RunError with NUMERICS: weights that are not finite are neither written nor sent."""
+    bad = []
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        if not part.sum().isfinite() and not part.isfinite().all():  # a finite sum is quick to see, but may overflow
+            bad.append(name)
+    require(not bad, NUMERICS, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[:1]}")
 
 
 def state_of(policy, optimizer):
-    """{name: tensor, or a rank's part} of what training changes: parameters, optimizer, extra."""
-    found = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
-    for name, p in trained(policy).items():
-        found[f"policy/{name}"], state = p.detach(), {k: x for k, x in optimizer.state[p].items() if x is not None}
-        require(all(map(torch.is_tensor, state.values())), 2, f"trainer.optimizer: not all of {[*state]} are tensors")
-        found |= {f"optimizer/{name}/{k}": x for k, x in state.items()}
-    return found
+    """{name: tensor, or a rank's part of it} of what training changes: parameters, optimizer, extra."""
+    state = {f"extra/{name}": x for name, x in policy.extra.items() if isinstance(x, torch.Tensor)}
+    for name, p in policy.trained().items():
+        state[f"policy/{name}"] = p.detach()
+        for key, value in optimizer.state[p].items():
+            if value is not None:
+                what = f"trainer.optimizer: {key} in its state is no tensor, and checkpoints keep tensors"
+                require(torch.is_tensor(value), CONFIG, what)
+                state[f"optimizer/{name}/{key}"] = value
+    return state
 
 
-def shards(path):
-    """{file: bytes} of a checkpoint's tensors: of a file that is missing DCP says no more than that a size differs."""
+def shard_sizes(path):
+    """{file: bytes} of a checkpoint's tensors. If one is missing, DCP says no more than that a size differs."""
     return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
 
 
-def save_checkpoint(run_dir, step, policy, optimizer, cfg, info):
-    """Every rank writes its part, whatever number of ranks reads it again; rank 0 adds state.json with the shards'
-    sizes and the orchestrator's ledger. One rename makes it exist; then the oldest go. Collective."""
-    path, tensors = run_dir / "checkpoints" / f"step_{step:06d}", state_of(policy, optimizer)
+def save_checkpoint(run_dir, step, policy, optimizer, cfg):
+    """Every rank writes its part, whatever number of ranks reads it again. Rank 0 adds state.json with the
+    files' sizes; one rename makes it exist, and then the oldest ones go. Collective."""
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
     tmp = path.with_suffix(".tmp")
+    tensors = state_of(policy, optimizer)
     refuse_non_finite(tensors, path)
     shutil.rmtree(tmp, ignore_errors=True)  # whichever rank is first
     dist.barrier()
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
-    if dist.get_rank() == 0:
-        state = {"step": step, "run": configs.identity(cfg), "ledger": info.get("ledger"), "shards": shards(tmp)}
-        state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
-        (tmp / "state.json").write_text(json.dumps(state))
-        os.rename(tmp, path)
-        for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:
-            shutil.rmtree(old)
+    if dist.get_rank() > 0:
+        return
+    state = {"step": step, "run": identity(cfg), "shards": shard_sizes(tmp)}
+    state["extra"] = {name: x for name, x in policy.extra.items() if not isinstance(x, torch.Tensor)}
+    (tmp / "state.json").write_text(json.dumps(state))
+    os.rename(tmp, path)
+    for old in sorted((run_dir / "checkpoints").glob("step_??????"))[: -cfg.checkpoint.keep]:
+        shutil.rmtree(old)
 
 
 def load_checkpoint(path, policy, optimizer, cfg):
-    """In place -> step. Raises RunError 2 where it is of another run, 6 for damaged files. Collective."""
-    state, there = json.loads((path / "state.json").read_text()), shards(path)
-    wrong = sorted(name for name, _ in state["shards"].items() - there.items())
-    require(not wrong, 6, f"{path}/{', '.join(wrong)} is damaged. Remove {path}, then the one before it is used")
+    """Loads in place and returns the step. Raises RunError with CONFIG if it belongs to another run, with STORAGE if a
+    file is damaged. Collective."""
+    state = json.loads((path / "state.json").read_text())
+    sizes = shard_sizes(path)
+    wrong = sorted(name for name, size in state["shards"].items() if sizes.get(name) != size)
+    damage = f"{path}/{', '.join(wrong)} is damaged. Remove {path}, then the one before it is used"
+    require(not wrong, STORAGE, damage)
     refuse_other(state["run"], cfg, path)
     policy.extra |= state["extra"]
     reader = dcp.HuggingFaceStorageReader(str(path))
-    saved, like = reader.read_metadata().state_dict_metadata, {"device": policy.device}
-    if any(name.startswith("optimizer/") for name in saved):  # not where every step was skipped
-        get_optimizer_state_dict(policy, optimizer)  # called for its step at rate 0: makes what to load into
-    # A recipe may make its tensors later than this, or be new in this run; what never has a gradient has no state.
-    for name in [name for name in saved if name.startswith("extra/") and name[6:] not in policy.extra]:
-        policy.extra[name[6:]] = torch.zeros(saved[name].size, dtype=saved[name].properties.dtype, **like)
-    tensors = state_of(policy, optimizer)
-    dcp.load({k: x for k, x in tensors.items() if k in saved or k.startswith("policy/")}, storage_reader=reader)
+    saved = reader.read_metadata().state_dict_metadata
+    if any(name.startswith("optimizer/") for name in saved):  # there is none if every step was skipped
+        # Called for its step at rate 0, which makes the tensors to load into.
+        get_optimizer_state_dict(policy, optimizer)
+    # Tensors in `extra` may come from a recipe that makes them later than this.
+    for key, meta in saved.items():
+        name = key.removeprefix("extra/")
+        if key.startswith("extra/") and name not in policy.extra:
+            policy.extra[name] = torch.zeros(meta.size, dtype=meta.properties.dtype, device=policy.device)
+    # A parameter that never had a gradient has no state there; all parameters must be there.
+    wanted = {}
+    for name, tensor in state_of(policy, optimizer).items():
+        if name in saved or name.startswith("policy/"):
+            wanted[name] = tensor
+    dcp.load(wanted, storage_reader=reader)
     return state["step"]
 
 
-def write_adapter(path, tensors, t, model):
-    """A PEFT adapter directory, which peft and vLLM load. t: the [trainer] table as a dict. tensors: under the names of
-    the checkpoint, by which vLLM finds its modules; it says nothing where it finds none."""
-    path.mkdir(parents=True, exist_ok=True)
-    save_file({f"base_model.model.{k}": w for k, w in tensors.items()}, path / "adapter_model.safetensors")
+def write_adapter(tensors, path, t, model):
+    """A PEFT adapter directory, which peft and vLLM load. t: the [trainer] table as a dict. tensors have the names of
+    the checkpoint, by which vLLM finds its modules; it says nothing if it finds none."""
+    renamed = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    Path(path).mkdir(parents=True, exist_ok=True)
+    save_file(renamed, Path(path, "adapter_model.safetensors"))
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": model, "bias": "none"}
     about |= {"r": t["lora_rank"], "lora_alpha": t["lora_alpha"], "lora_dropout": t["lora_dropout"]}
-    (path / "adapter_config.json").write_text(json.dumps(about | {"target_modules": t["lora_target_modules"]}))
+    about["target_modules"] = t["lora_target_modules"]
+    Path(path, "adapter_config.json").write_text(json.dumps(about))
 
 
 def write_final(run_dir, policy, cfg):
-    """final/: what transformers (LoRA: peft) and vLLM load. Collective."""
-    t, final, rank = cfg.trainer, run_dir / "final", dist.get_rank()
-    tensors = dict(sampler_weights(policy.model, DTYPES[t.dtype], t.use_lora, "meta" if rank else "cpu"))
-    if rank:
+    """Writes final/, which transformers (LoRA: peft) and vLLM load. Collective."""
+    t = cfg.trainer
+    final = run_dir / "final"
+    tensors = {}
+    for group in stream_weights(policy.model, DTYPES[t.dtype], t.use_lora):
+        if dist.get_rank() == 0:
+            tensors |= {name: tensor.cpu().contiguous() for name, tensor in group.items()}
+    if dist.get_rank() > 0:
         return
     if t.use_lora:
-        names = transformers.core_model_loading.revert_weight_conversion(policy.model, tensors)
-        write_adapter(final, names, t._asdict(), cfg.run.model)
+        write_adapter(tensors, final, t._asdict(), cfg.run.model)
     else:
-        # Transformers reads any generation_config.json, but does not write every one: it is copied.
-        policy.model.can_generate = lambda: False
-        policy.model.save_pretrained(final, state_dict=tensors)
-        policy.model.config.dtype = DTYPES[t.dtype]  # the file's, which save_pretrained does not see
-        policy.model.config.save_pretrained(final)
+        final.mkdir(exist_ok=True)
+        save_file(tensors, final / "model.safetensors", {"format": "pt"})
         source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
-        for file in source.glob("*_config.json"):  # of generation, or of a composite model's images
+        for file in source.glob("*_config.json"):  # of generation, and of a composite model's images
             shutil.copy(file, final)
-    template = {"chat_template": Path(cfg.run.chat_template).read_text()} if cfg.run.chat_template else {}
-    transformers.AutoTokenizer.from_pretrained(cfg.run.model, **template).save_pretrained(final)
+        policy.model.config.dtype = DTYPES[t.dtype]
+        policy.model.config.save_pretrained(final)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
+    if cfg.run.chat_template:
+        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+    tokenizer.save_pretrained(final)
 
 
 def log_step(run_dir, step, metrics, logp_T):
-    """Every number into metrics.jsonl, what people watch on the console, and logp beside the batch for tools."""
-    save_file({"logp": logp_T.cpu()}, tmp := run_dir / "batches" / f"logp_{step:06d}.tmp")
+    """Writes every finite number to metrics.jsonl, logp beside the batch for tools, and a line to the console."""
+    tmp = run_dir / "batches" / f"logp_{step:06d}.tmp"
+    save_file({"logp": logp_T.cpu()}, tmp)
     os.replace(tmp, tmp.with_suffix(".safetensors"))
-    line = {k: None if x is not None and not math.isfinite(x) else x for k, x in metrics.items()}  # JSON has no nan
-    with open(run_dir / "metrics.jsonl", "a") as f:
-        f.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | line) + "\n")
+    metrics = {key: value for key, value in metrics.items() if value is not None and math.isfinite(value)}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": step, "time": time.time(), "version": step + 1} | metrics) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
-    text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if metrics.get(key) is not None]
-    print(" | ".join([f"step {step:5d}", *text, f"seconds {metrics['time/step_s']:.3g}"]), flush=True)
+    text = [f"{name} {metrics[key]:.3g}" for name, key in shown.items() if key in metrics]
+    print(f"step {step:5d}", *text, f"seconds {metrics['time/step_s']:.3g}", sep=" | ", flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
 def start_distributed(cfg):
-    """torchrun's variables, or one rank without it. No rank waits longer for another than the watchdog for all."""
-    limit, is_cuda = 2 * (cfg.run.watchdog + cfg.inference.startup_timeout), torch.cuda.is_available()
-    how = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    what = f"torch {torch.__version__} finds no GPU, but CUDA_VISIBLE_DEVICES is set: is the driver too old?"
-    require(is_cuda or not (os.environ.get("CUDA_VISIBLE_DEVICES") and torch.version.cuda), 2, what)
+    """Joins torchrun's ranks, or is the only rank without it. No rank waits longer for another than the watchdog does
+    for all of them."""
+    limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    is_hidden = not os.environ.get("CUDA_VISIBLE_DEVICES") or not torch.version.cuda
+    is_cuda = torch.cuda.is_available()
+    require(is_cuda or is_hidden, CONFIG, f"torch {torch.__version__} finds no GPU: is the driver too old?")
     if is_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=timedelta(seconds=limit), **how)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if is_cuda else "gloo", timeout=limit, **alone)
+
+
+def check_hooks(t):
+    """Raises RunError with CONFIG if a function that trainer.* names does not exist, or not take its arguments."""
+    configs.find(t.advantage, ADVANTAGES)
+    configs.find(t.optimizer, {"": None})
+    hooks = [(t.loss, configs.find(t.loss, LOSSES), t.loss_args, 3)]
+    if t.importance:
+        hooks.append((t.importance, configs.find(t.importance), t.importance_args, 2))
+    for name, function, args, num_given in hooks:
+        signature = inspect.signature(function)
+        try:
+            signature.bind(*range(num_given), **args)
+        except TypeError as e:
+            raise RunError(CONFIG, f"{name} takes {signature}: {e}") from None
+
+
+def resume(run_dir, policy, optimizer, cfg):
+    """Loads the last checkpoint, if there is one, and returns its step. Collective."""
+    found = max((run_dir / "checkpoints").glob("step_??????"), default=None)
+    step = load_checkpoint(found, policy, optimizer, cfg) if found else 0
+    if dist.get_rank() == 0:
+        cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < step)
+    return step
+
+
+def count_useless(streak, numbers, step, is_replay):
+    """The number of steps in a row of no use. Raises RunError with NUMERICS at three."""
+    is_useless = numbers["optim/skipped"] or (numbers["policy/kl_sampler"] > 1 and not is_replay)
+    streak = streak + 1 if is_useless else 0
+    what = f"no finite gradient, or a KL above 1, in three steps in a row; step {step}: {numbers}"
+    require(streak < 3, NUMERICS, what)
+    return streak
 
 
 def main(argv):
-    """A run of one rank, from the last checkpoint to max_steps. RunError ends it; argv: see --help."""
+    """A rank's run, from the last checkpoint to max_steps. argv: see --help. RunError ends it."""
     cfg = configs.arguments(__doc__, argv)
-    replay, t, last = cfg.replay, cfg.trainer, cfg.run.max_steps
-    files = sorted(replay.glob("step_*.safetensors")) if replay else []
-    require(files or not replay, 2, f"--replay {replay}: no step_*.safetensors there")
-    run_dir = configs.run_directory(cfg, f"-replay-{t.loss}" if replay else "")
-    for name in (t.loss, t.importance, t.optimizer, t.advantage):  # a misspelled one is told now
-        named(name, {name: None})
+    check_hooks(cfg.trainer)
+    is_replay = cfg.replay is not None
+    run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}" if is_replay else "")
+    last = cfg.run.max_steps
+    if is_replay:
+        files = sorted(cfg.replay.glob("step_*.safetensors"))
+        require(files, CONFIG, f"--replay {cfg.replay}: no step_*.safetensors there")
+        last = min(last, len(files))
+    # 1. The policy, its optimizer, and where the last run ended.
     start_distributed(cfg)
-    is_first, policy, step, streak = dist.get_rank() == 0, build_policy(cfg), 0, 0
+    is_first = dist.get_rank() == 0
+    policy = build_policy(cfg)
     check_policy(policy, cfg)
-    optimizer, last = make_optimizer(policy, t), min(last, len(files)) if replay else last
-    if found := max((run_dir / "checkpoints").glob("step_??????"), default=None):
-        step = load_checkpoint(found, policy, optimizer, cfg)
-    require(not replay or step < last, 2, f"{run_dir} has all {last} steps: choose another run_name, or remove it")
-    if is_first:
-        configs.cut_lines(run_dir / "metrics.jsonl", lambda line, first=step: line["step"] < first)
-    sender = WeightSender(cfg, run_dir, policy.device) if is_first and not replay else None
-    take_step = named("sleep:asleep" * cfg.inference.sleep, {"": lambda sender: lambda f: f})(sender)(train_step)
-    metrics, mark = {} if replay else publish(sender, policy, step, cfg), time.perf_counter()
+    optimizer = make_optimizer(policy, cfg.trainer)
+    step = resume(run_dir, policy, optimizer, cfg)
+    what = f"{run_dir} has all {last} steps: choose another run_name, or remove it"
+    require(step < last or not is_replay, CONFIG, what)
+    # 2. The servers get the weights: that makes version `step` live.
+    sender = None
+    if is_first and not is_replay:
+        sender = WeightSender(cfg, run_dir, policy.device)
+        sender.connect()
+    if not is_replay:
+        sync_weights(sender, policy, step, cfg)
+    streak = 0
+    mark = time.perf_counter()
     while step < last:
-        # 1. The orchestrator's batch, or a saved one.
-        started, mark = mark, time.perf_counter()  # between: the last step's checkpoint
-        path = run_dir / "batches" / f"step_{step:06d}.safetensors"
-        batch = load_batch(files[step]) if replay else load_batch(path, cfg, step)
-        times = {"time/checkpoint_s": mark - started, "time/wait_batch_s": time.perf_counter() - mark}
-        # 2. An optimizer step, unless three in a row were of no use.
-        numbers, logp_T = take_step(policy, optimizer, batch, step, cfg)
-        state_of(policy, optimizer)  # one that cannot be saved is told now
-        is_broken = numbers["optim/skipped"] or (not replay and numbers["policy/kl_sampler"] > 1)
-        streak, metrics = streak + 1 if is_broken else 0, batch.info.get("metrics", {}) | numbers | times
-        require(streak < 3, 5, f"no finite gradient, or a KL above 1, in three steps in a row; step {step}: {numbers}")
-        step += 1
-        # 3. The new weights go to the servers, whose rollouts of the next batches go on.
-        metrics |= {} if replay else publish(sender, policy, step, cfg, batch)
-        if is_first:
-            log_step(run_dir, step - 1, metrics | {"time/step_s": time.perf_counter() - started}, logp_T)
+        # 3. The orchestrator's batch, or a saved one.
+        started = mark  # the time of the last step's checkpoint counts for this one
         mark = time.perf_counter()
-        if step == last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
-            save_checkpoint(run_dir, step, policy, optimizer, cfg, batch.info)
+        if is_replay:
+            batch = load_batch(files[step])
+        else:
+            batch = load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors", cfg, step)
+        metrics = batch.info.get("metrics", {}) | {"time/checkpoint_s": mark - started}
+        metrics["time/wait_batch_s"] = time.perf_counter() - mark
+        # 4. The optimizer steps.
+        with servers_asleep(sender, cfg):
+            numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
+        state_of(policy, optimizer)  # fail now if the optimizer cannot be saved
+        streak = count_useless(streak, numbers, step, is_replay)
+        metrics |= numbers
+        step += 1
+        # 5. The new weights go to the servers, whose rollouts of the next batches go on.
+        if not is_replay:
+            metrics |= sync_weights(sender, policy, step, cfg, batch)
+        if is_first:
+            metrics["time/step_s"] = time.perf_counter() - started
+            log_step(run_dir, step - 1, metrics, logp_T)
+        mark = time.perf_counter()
+        is_due = cfg.checkpoint.every and step % cfg.checkpoint.every == 0
+        if is_due or step == last:
+            save_checkpoint(run_dir, step, policy, optimizer, cfg)
     write_final(run_dir, policy, cfg)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    configs.run_role("trainer", main)
+    run_role("trainer")

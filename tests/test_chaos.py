@@ -10,13 +10,13 @@ from collections import Counter
 import pytest
 import torch
 from conftest import RUN_TOML, all_batches, lines, orchestrate, some
-from configs.models.toy import as_template_sees
 
 import orchestrator
 import trainer
 from configs import RunError, load_config
 from configs.environments.rubrics import GroupRubric
 from configs.environments.tools import ToolEnv
+from configs.models.toy import as_template_sees
 from env import Truncated
 
 REWARDS = {

@@ -9,15 +9,14 @@ from collections import Counter
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-from configs.tasks import judge_style
 import openai
 import pytest
-from configs.tasks import wordle
 from aiohttp import web
 from scripted import play
 
 from configs.environments.judge import Judge, JudgeReplyError, JudgeRubric
 from configs.environments.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
+from configs.tasks import judge_style, wordle
 from env import Rubric, SingleTurnEnv, load_environment
 
 

@@ -2,13 +2,13 @@
 
 import math
 
-from configs.algorithms import losses
 import numpy as np
 import pytest
 import torch
 
 import trainer
 from configs import LIMITS, RunError, named
+from configs.algorithms import losses
 
 
 def micro_of(old, adv, sample=None, mask=None):

@@ -18,14 +18,13 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from configs.tasks import gsm8k
-from configs.tasks import math_python
 import pytest
 from conftest import ROOT
 from scripted import play
 
 from configs.environments import sandbox
 from configs.environments.sandbox import CannotContain, Sandbox
+from configs.tasks import gsm8k, math_python
 from env import DataError
 
 # Name, then the code. What it prints must not have a line "LEAK".

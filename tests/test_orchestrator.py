@@ -16,11 +16,11 @@ import pytest
 import torch
 from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines
-from configs.algorithms.orders import Picky
 
 import orchestrator
 import trainer
 from configs import RunError, load_config
+from configs.algorithms.orders import Picky
 from env import Rubric, SingleTurnEnv, Truncated
 from orchestrator import Client, Group, Order, Rollout, ServerError, deal, extend_or_fork, save_batch, why_drop
 from tools.watch import by_environment

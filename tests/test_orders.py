@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import all_batches, lines
-from configs.algorithms.orders import Curriculum, Difficulty, put_back
 
 import configs.algorithms.orders
 from configs import RunError
+from configs.algorithms.orders import Curriculum, Difficulty, put_back
 from orchestrator import Order, Rollout
 
 ROWS = [{"question": str(i)} for i in range(40)]

@@ -15,12 +15,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from configs.models import toy as tiny_model
 from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines, make_samples, run_trainer, write_run
 from safetensors.numpy import save_file
 
 from configs import RunError
+from configs.models import toy as tiny_model
 from orchestrator import save_batch
 from tools import evaluate, show
 from tools.evaluate import pass_at, wilson

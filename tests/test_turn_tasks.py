@@ -2,11 +2,10 @@
 
 import json
 
-from configs.tasks import alphabet_sort
 import pytest
-from configs.tasks import wiki_search
 from scripted import play
 
+from configs.tasks import alphabet_sort, wiki_search
 from env import DataError, load_environment
 
 

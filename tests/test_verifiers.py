@@ -1,12 +1,12 @@
 """Environments of the real verifiers package through configs/environments/verifiers_v0.py, against the same written for ours."""
 
 import pytest
-from configs.models import toy as tiny_model
 from conftest import all_batches, lines
 from scripted import play
 
 from configs import RunError
 from configs.environments.scoring import score
+from configs.models import toy as tiny_model
 from env import load_environment
 
 ENV = '{{ kind = "{}" }}\n[inference.args]\nenable_auto_tool_choice = true'

@@ -344,11 +344,11 @@ def learn_by_heart(policy, micro):
 def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_path):
     """A model that knows three conversations by heart. vLLM's hermes parser reads its calls; in canonical text a
     rollout is one sample, a call that is spelled out in other tokens forks exactly once; it judges, too."""
-    from configs.models.toy import tokenize_conversation
     from transformers import AutoTokenizer
 
     from configs.environments.judge import Judge
     from configs.environments.tools import ToolEnv
+    from configs.models.toy import tokenize_conversation
     from env import Rubric
 
     cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=90")

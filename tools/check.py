@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from configs.algorithms.sleep import asleep
+
 import orchestrator
 import trainer
-from configs import RunError, arguments, beat, run_directory, run_role
-from configs.algorithms.sleep import asleep
+from configs import arguments
 from env import load_environment
 from tools.watch import judge, say, tell
 

@@ -88,9 +88,8 @@ def step(model, rollouts, steps, trim=""):
 def run(model, steps, seed, learning_rate, goal, batch, tokens):
     """The quickstart's task, groups of 16 answers in our orchestrator's order, until three batches have the goal's
     mean."""
-    from configs.tasks import reverse_text
-
     from configs import load_config
+    from configs.tasks import reverse_text
     from orchestrator import Order
 
     env, means, at, tokens_of, began = reverse_text.load_environment(), [], [], [], time.perf_counter()
