@@ -164,7 +164,8 @@ def load_task(cfg):
             raise RunError(code, f"env.id = {env.id!r}: {type(e).__name__}: {e}") from e
     name = name_of(cfg.env[0].id)
     ours = f"configs.tasks.{name}"
-    return importlib.import_module(ours if find_spec(ours) else name)
+    task = importlib.import_module(name if find_spec(name) else ours)
+    return task if hasattr(task, "load_environment") else importlib.import_module(ours)  # as in env.load_environment
 
 
 def name_of(env_id):
