@@ -31,7 +31,7 @@ TAKEN += " worker_extension_cls data_parallel_size"
 
 
 def arguments(doc, argv):
-    """config.toml [table.key=value ...] [--replay DIR] -> cfg, as load_config returns it."""
+    """Parses config.toml [table.key=value ...] [--replay DIR] and returns what load_config returns."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("path", metavar="config.toml")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
@@ -75,7 +75,7 @@ def load_config(path, overrides=(), replay=None):
 
 
 def flatten(raw, prefix=""):
-    """Nested dict -> {dotted key: value}. A table with keys that are not ours, such as env.args, stays whole."""
+    """Returns a nested dict as {dotted key: value}. A table whose keys are not ours, such as env.args, stays whole."""
     flat = {}
     for name, value in raw.items():
         key = prefix + name
@@ -94,7 +94,7 @@ def merged(old, new):
 
 
 def parse_override(item):
-    """'table.key=value' -> {dotted key: value}. A bare word is a string. Raises ValueError if it is no key=value."""
+    """Returns 'table.key=value' as {dotted key: value}. A bare word is a string. Raises ValueError otherwise."""
     with suppress(ValueError):
         return flatten(tomllib.loads(item))
     key, equals, word = item.partition("=")
@@ -116,7 +116,7 @@ DEFAULTS = flatten(tomllib.loads((HERE / "defaults.toml").read_text()))  # {dott
 
 
 def resolve(given, path, replay):
-    """{dotted key: value} with one environment -> the configuration of all keys, checked."""
+    """Returns the checked configuration with all keys, from {dotted key: value} with one environment."""
     given = {key: checked(key, value) for key, value in given.items()}
     flat = merged(DEFAULTS | {"origin": str(path)}, given)
     flat["run_name"] = flat["run_name"] or path.stem

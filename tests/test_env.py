@@ -115,7 +115,7 @@ def test_weights_by_step_and_groups_of_rubrics():
     state, reward, _ = play(SingleTurnEnv(ROWS, rubric=rubric), ROWS[0], "4")  # rewards are written as JSON
     (added, _) = asyncio.run(rubric.score_group([state]))[0]
     assert (reward, added) == (0.5, 0.25) and type(reward) is type(added) is float
-    with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'., too"):
+    with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'. as well"):
         Rubric([right], rubrics=[rubric])
 
 

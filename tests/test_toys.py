@@ -11,12 +11,12 @@ import torch
 import transformers
 from conftest import ROOT
 
-from configs import load_config
+from configs import DEFAULTS, load_config
 from configs.environments.scoring import score
 from configs.models import toy as tiny_model
 from env import load_environment
 
-TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "verifiers_env",
+TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "reverse_vf",
         "wiki_search", "wordle"]  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def test_toy(name):
     train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))
     assert train and held_out and not train & held_out
 
-    task = importlib.import_module(cfg.env[0].id)
+    task = importlib.import_module(f"configs.tasks.{cfg.env[0].id}")
     tokenizer = tiny_model.make_tokenizer(getattr(task, "TOKENS", ()))
     talks = task.demonstrations(128)
     assert len(talks) == 128 and talks == task.demonstrations(128)
@@ -57,7 +57,7 @@ SPLITS = {  # what makes the rows, how many of each split
 def test_splits_share_nothing(name):
     """Rows are made up from a seed; a checksum of each names its split."""
     function, nums = SPLITS[name]
-    make = getattr(importlib.import_module(name), function)
+    make = getattr(importlib.import_module(f"configs.tasks.{name}"), function)
     found = [{str(row if isinstance(row, dict) else row[0]) for row in make(split, num)} for split, num in nums.items()]
     assert [len(rows) for rows in found] == list(nums.values())
     assert len(set.union(*found)) == sum(nums.values())
@@ -76,16 +76,68 @@ def load_environment(rows=()):
 """
 
 
+# Settings of the reinforcement learning, which the warm-up does not use.
+RL = """
+loss = "grpo"
+loss_args = { epsilon = 0.1 }
+importance = "importance:token_mask"
+importance_args = { high = 2.0 }
+minibatches = 2
+gamma = 0.9
+beta = 0.3
+ref_sync_steps = 5
+"""
+
+
+def test_the_warm_up_uses_no_setting_of_the_reinforcement_learning(tmp_path, monkeypatch):
+    commands = []
+
+    def run(command):
+        commands.append(command)
+        return subprocess.CompletedProcess(command, returncode=0)
+
+    monkeypatch.setattr(tiny_model.subprocess, "run", run)
+    (tmp_path / "quick.toml").write_text(f"model = 'm'\nmax_seq_len = 600\n[env]\nid = 'quick'\n[trainer]\n{RL}\n")
+    final = tiny_model.warm_up(tmp_path / "quick.toml", tmp_path, 7, ["trainer.learning_rate=2e-4"])
+    assert final == tmp_path / "warmup-replay-cispo" / "final"
+    (command,) = commands
+    assert command[1] == str(ROOT / "trainer.py") and command[-2:] == ["--replay", str(tmp_path / "batches")]
+    cfg = load_config(command[2], command[3:-2])
+    assert {name: getattr(cfg.trainer, name) for name in tiny_model.RL_KEYS} == {
+        name: DEFAULTS[f"trainer.{name}"] for name in tiny_model.RL_KEYS
+    }
+    assert cfg.run.max_steps == 7 and cfg.run.max_seq_len == 600 and cfg.trainer.learning_rate == 2e-4
+    assert cfg.run.origin == str(tmp_path / "quick.toml")
+
+
+def test_demonstrations_are_imitated_and_nothing_of_them_is_left_to_the_policy_gradient(tmp_path, monkeypatch):
+    saved = []
+    monkeypatch.setattr(
+        tiny_model, "save_batch", lambda path, sequences, info: saved.append((path.name, sequences, info))
+    )
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
+    tiny_model.write_demonstrations(tmp_path / "batches", tiny_model.make_tokenizer(), [talk] * 4, batch_size=2)
+    assert [(name, info) for name, _, info in saved] == [
+        (f"step_00000{step}.safetensors", {"step": step, "offline": True}) for step in (0, 1)
+    ]
+    for _, sequences, _ in saved:
+        assert [(s["ce"], s["mask"]) for s in sequences] == [([0.0] * 5 + [1.0] * 3, [0] * 8)] * 2
+
+
 @pytest.fixture
 def prepare(tmp_path):
     """prepare("table.key=value", ...) -> CompletedProcess of models/toy.py for TASK, the model's directory."""
     (tmp_path / "quick.py").write_text(TASK)
     text = f'model = "{tmp_path}/models/quick"\noutput_dir = "{tmp_path}"\n[env]\nid = "quick"\n'
-    rl = "ratio_cap = 3.0\ngamma = 0.9\nbeta = 0.3\nref_sync_steps = 5"  # the warm-up takes none of it
-    (tmp_path / "quick.toml").write_text(f"{text}[trainer]\nmicro_batch_size = 1\n{rl}\n")
+    (tmp_path / "quick.toml").write_text(f"{text}[trainer]\nmicro_batch_size = 1\n{RL}\n")
 
     def go(*overrides):
-        command = [sys.executable, str(ROOT / "configs" / "models" / "toy.py"), str(tmp_path / "quick.toml"), *overrides]
+        command = [
+            sys.executable,
+            str(ROOT / "configs" / "models" / "toy.py"),
+            str(tmp_path / "quick.toml"),
+            *overrides,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         return done, tmp_path / "models" / "quick"
 

@@ -77,7 +77,7 @@ print(json.dumps(leaks))
 
 
 class CannotContain(Exception):
-    code = 2  # the run's exit code
+    code = 2  # the exit code CONFIG; this file also runs alone, so it imports nothing of ours
 
 
 class Sandbox:

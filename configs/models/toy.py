@@ -158,13 +158,14 @@ def load_task(cfg):
             load_environment(env.id, env.args)
         except Exception as e:  # from the task's own code
             traceback.print_exc()
-            is_missing = isinstance(e, ModuleNotFoundError) and e.name == name_of(env.id)
+            is_missing = isinstance(e, ModuleNotFoundError) and e.name.split(".")[-1] == name_of(env.id)
             code = CONFIG if is_missing else getattr(e, "code", DATA)
             code = code if code in (CONFIG, DATA) else DATA
             raise RunError(code, f"env.id = {env.id!r}: {type(e).__name__}: {e}") from e
     name = name_of(cfg.env[0].id)
     ours = f"configs.tasks.{name}"
-    return importlib.import_module(ours if find_spec(ours) else name)
+    task = importlib.import_module(name if find_spec(name) else ours)
+    return task if hasattr(task, "load_environment") else importlib.import_module(ours)  # as in env.load_environment
 
 
 def name_of(env_id):
