@@ -320,6 +320,22 @@ def partition_by_length(lens, budget, ranks, multiple, overhead):
     return parts
 
 
+def pad_fields(sequences, width):
+    """{name: [B, width]} of per-token fields, padded on the right, and of numbers, which are every token's."""
+    fields = {}
+    for name, values in sequences[0].items():
+        if torch.is_tensor(values):
+            rows = [s[name] for s in sequences]
+            padded_BW = pad_sequence(rows, batch_first=True)
+            missing = width - padded_BW.shape[1]
+            fields[name] = F.pad(padded_BW, (0, missing))
+        elif isinstance(values, int | float):
+            numbers = np.array([s.get(name) for s in sequences], "f4")  # None becomes nan
+            number_B = torch.tensor(numbers)
+            fields[name] = number_B[:, None].expand(-1, width)
+    return fields
+
+
 def collate(sequences, device):
     """Sequences -> one padded micro-batch, and at its N loss tokens every field and number of theirs as <name>_N.
 
@@ -331,27 +347,22 @@ def collate(sequences, device):
         row_N     [0 0 1]                   its sequence
 
     If there is no loss token, one of padding with mask_N = False stands in: every rank makes the same passes."""
-    # 1. Fields, padded on the right to a common width. A number of a sequence is every token's.
+    # 1. Fields, padded to a common width.
     multiple = SHAPES[device.type][0]
-    longest = max(2, max(len(s["tokens"]) for s in sequences))
-    width = -(-longest // multiple) * multiple
+    longest = max(len(s["tokens"]) for s in sequences)
+    width = multiple * math.ceil(max(2, longest) / multiple)
     fields = {"temperature": torch.ones(len(sequences), width)}
-    for name, values in sequences[0].items():
-        if torch.is_tensor(values):
-            padded = pad_sequence([s[name] for s in sequences], batch_first=True)
-            fields[name] = F.pad(padded, (0, width - padded.shape[1]))
-        elif isinstance(values, int | float):
-            numbers = np.array([s.get(name) for s in sequences], "f4")  # None becomes nan
-            fields[name] = torch.tensor(numbers)[:, None].expand(-1, width)
-    # 2. The loss tokens, and what the loss may ask of them.
+    fields |= pad_fields(sequences, width)
+    # 2. The loss tokens.
     is_loss_BW = fields["mask"] | (fields["ce"] != 0)
     if not is_loss_BW.any():
         is_loss_BW[0, 1] = True
     row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
-    micro = {f"{name}_N": x_BW[is_loss_BW] for name, x_BW in fields.items()}
-    micro["ids_BW"] = fields["tokens"].long()
-    micro["row_N"] = row_N
+    # 3. What the model and the loss ask of them.
+    micro = {"ids_BW": fields["tokens"].long(), "row_N": row_N}
     micro["index_N"] = row_N * width + position_N - 1
+    for name, x_BW in fields.items():
+        micro[f"{name}_N"] = x_BW[is_loss_BW]
     return {name: x.to(device, non_blocking=True) for name, x in micro.items()}
 
 
