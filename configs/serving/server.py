@@ -1,13 +1,17 @@
-"""python -m configs.serving.server: vLLM's OpenAI server, of which nothing is left when it is killed, not even while it starts.
+"""python -m configs.serving.server: starts vLLM's server so that no process survives it, even if it is killed at once.
 
-Python imports this file, and with it `configs`, in every process that vLLM spawns, before anything else: the kernel is
-asked there to end it with its parent. An engine would else come to our code only by --worker-extension-cls (with tensor
-parallelism never), and first wait five minutes for a word from its server."""
+Python imports this file first in every process that vLLM spawns, and so the kernel is asked there to end it with its
+parent. Otherwise an engine would come to our code only by --worker-extension-cls (with tensor parallelism never), and
+first wait five minutes for a word from its server."""
 
 import os
 import runpy
 
+from configs.runtime.role import end_with_parent
+
 if __name__ == "__main__":
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
-elif os.getsid(os.getppid()) != os.getsid(0):  # the parent had died by then: an orphan's is of another session
-    raise SystemExit("the process that started this one is gone")
+elif __name__ == "__mp_main__":
+    end_with_parent()
+    if os.getsid(os.getppid()) != os.getsid(0):  # its parent had died by then: the launcher's session is another one
+        raise SystemExit("the process that started this one is gone")
