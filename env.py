@@ -1,4 +1,5 @@
-"""env.py owns the task: rows, the turns of a rollout, its reward. It needs no torch. To begin, copy one of configs/tasks/.
+"""env.py owns the task: rows, the turns of a rollout, its reward. It needs no torch. To begin, copy one of
+configs/tasks/.
 
     def load_environment(**args):                                      # [env] id = "my_task", args = {...}
         rows = [{"question": "2 + 2?", "answer": "4"}, ...]            # or a .jsonl file, or a Hugging Face dataset
@@ -7,8 +8,8 @@
         return SingleTurnEnv(dataset=rows, eval_dataset=rows[:1], rubric=Rubric([correct]))
 
 A rollout is a dict, the state: prompt, completion (messages), answer, info, task, tools, turn, step, and what you add.
-Tasks import from configs/environments/: tools.py (ToolEnv: the policy calls functions), parsers.py, judge.py, sandbox.py.
-"""
+Tasks import from configs/environments/: tools.py (ToolEnv: the policy calls functions), parsers.py, judge.py,
+sandbox.py."""
 
 import asyncio
 import copy
@@ -126,9 +127,9 @@ def finite(function, value):
 class Rubric:
     """Reward = sum of weight x function, over `funcs` and over those in `rubrics`, whose own score is not called.
 
-    A weight is a number (0 only logs) or a function of the step. Functions name what they want of the state, of `objects`,
-    or state, parser. If one raises or returns something that is not a finite number, the rollout is discarded; it never
-    counts as 0. configs/environments/rubrics.py has rewards of groups and of turns."""
+    A weight is a number (0 only logs) or a function of the step. Functions name what they want of the state, of
+    `objects`, or state, parser. If one raises or returns something that is not a finite number, the rollout is
+    discarded; it never counts as 0. configs/environments/rubrics.py has rewards of groups and of turns."""
 
     def __init__(self, funcs=(), weights=None, parser=None, rubrics=(), **objects):
         weights = [1.0] * len(funcs) if weights is None else weights
@@ -196,8 +197,8 @@ class SingleTurnEnv:
         state["turn"] += 1
 
     def add_fields(self, state, sequences):
-        """HACK HERE, sync or async: per-token fields (lists, arrays or tensors) beside tokens, mask, old_logp and turn of
-        each sequence, e.g. sequence["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
+        """HACK HERE, sync or async: per-token fields (lists, arrays or tensors) beside tokens, mask, old_logp and turn
+        of each sequence, e.g. sequence["teacher_logp"] = [...]; the loss has them as micro["teacher_logp_N"]."""
 
 
 class MultiTurnEnv(SingleTurnEnv):
@@ -239,7 +240,8 @@ def load_environment(id, args):
     environment of the package verifiers is wrapped."""
     name = id.rsplit("/", 1)[-1].replace("-", "_")
     ours = f"configs.tasks.{name}"
-    module = importlib.import_module(name if find_spec(name) else ours)
+    is_ours = find_spec(ours) and not find_spec(name)
+    module = importlib.import_module(ours if is_ours else name)
     if not hasattr(module, "load_environment") and find_spec(ours):
         module = importlib.import_module(ours)  # e.g. the package reasoning_gym has no such function
     env = module.load_environment(**args)

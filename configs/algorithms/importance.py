@@ -1,13 +1,13 @@
 """Importance weights for any loss: trainer.importance = "importance:sequence_mask", ...
 
-pi / mu, the ratio of policy and sampler, is pi / pi_old times pi_old / mu, where pi_old is the policy before the batch's
-first update. With trainer.importance the loss gets pi / pi_old as its ratio, and each of its tokens is weighted by
-pi_old / mu, truncated or masked as below. So the distance between trainer and sampler, and the age of the rollouts, do not
-use up the clip range (decoupled PPO, 2505.24298; TRL does the same). The last two only keep or drop, and do not weight by
-pi_old / mu. Without trainer.importance the ratio is pi / mu.
+pi / mu, the ratio of policy and sampler, is pi / pi_old times pi_old / mu, where pi_old is the policy before the
+batch's first update. With trainer.importance the loss gets pi / pi_old as its ratio, and each of its tokens is
+weighted by pi_old / mu, truncated or masked as below. So the distance between trainer and sampler, and the age of the
+rollouts, do not use up the clip range (decoupled PPO, 2505.24298; TRL does the same). The last two only keep or drop,
+and do not weight by pi_old / mu. Without trainer.importance the ratio is pi / mu.
 
-A weight is a function of micro (fields as for a loss; old_logp_N is the sampler's, prox_logp_N is pi_old's) and of logp_N,
-without gradient; trainer.importance_args are its keyword arguments. It returns a weight per token."""
+A weight is a function of micro (fields as for a loss; old_logp_N is the sampler's, prox_logp_N is pi_old's) and of
+logp_N, without gradient; trainer.importance_args are its keyword arguments. It returns a weight per token."""
 
 import torch
 
@@ -46,8 +46,8 @@ def sequence_truncate(micro, logp_N, low=0.0, high=3.0):
 
 
 def sequence_mask(micro, logp_N, low=0.0, high=3.0):
-    """The product of pi_old / mu over the sequence if it is from low to high, otherwise 0 (TRL's default, sequence_mask).
-    The longer a sequence, the further a product is from 1; see geometric_mask."""
+    """The product of pi_old / mu over the sequence if it is from low to high, otherwise 0 (TRL's default,
+    sequence_mask). The longer a sequence, the further a product is from 1; see geometric_mask."""
     return mask_outside(sequence_ratio(micro), low, high)
 
 
@@ -60,7 +60,7 @@ def geometric_mask(micro, logp_N, low=0.99, high=1.01):
 
 
 def off_policy_mask(micro, logp_N, high=0.5):
-    """0 if A < 0 and the mean of log(mu / pi) over the sequence is above high, otherwise 1: a bad sequence that the policy
-    would hardly draw any more is left alone (DeepSeek-V3.2, 2512.02556; the default is TRL's)."""
+    """0 if A < 0 and the mean of log(mu / pi) over the sequence is above high, otherwise 1: a bad sequence that the
+    policy would hardly draw any more is left alone (DeepSeek-V3.2, 2512.02556; the default is TRL's)."""
     sum_N, len_N = over_sequences(micro, -log_ratio(logp_N, micro["old_logp_N"]))
     return ((micro["adv_N"] >= 0) | (sum_N / len_N <= high)).to(logp_N)

@@ -2,8 +2,8 @@
 for control runs.
 
 Copy one to write your own. A loss gets `micro`, a micro-batch of named fields with one value per loss token (adv_N,
-old_logp_N, mask_N, which is False on padding, row_N, the row of ids_BW with the token's sequence, ...) and numbers of the
-whole step (tokens, sequences, max_tokens); logp_N and entropy_N of the policy; and trainer.loss_args as keyword
+old_logp_N, mask_N, which is False on padding, row_N, the row of ids_BW with the token's sequence, ...) and numbers of
+the whole step (tokens, sequences, max_tokens); logp_N and entropy_N of the policy; and trainer.loss_args as keyword
 arguments. It returns the loss per token and metrics per token. compute_loss divides the sum of loss_N by
 micro["tokens"]: a loss with another divisor scales itself.
 
@@ -40,8 +40,8 @@ def gspo(micro, logp_N, entropy_N, epsilon=3e-4, epsilon_high=4e-4):
 
 
 def dppo(micro, logp_N, entropy_N, dppo_mask=0.2, dppo_kl=1e-3):
-    """-M r A + dppo_kl (log r)^2, with M = 0 for a token whose probability has moved along A by more than dppo_mask (DPPO
-    with binary total variation, 2602.04879; the quadratic term as in prime-rl)."""
+    """-M r A + dppo_kl (log r)^2, with M = 0 for a token whose probability has moved along A by more than dppo_mask
+    (DPPO with binary total variation, 2602.04879; the quadratic term as in prime-rl)."""
     adv_N = micro["adv_N"]
     log_r_N = log_ratio(logp_N, micro["old_logp_N"])
     moved_N = (logp_N.exp() - micro["old_logp_N"].exp()).detach()
@@ -51,8 +51,8 @@ def dppo(micro, logp_N, entropy_N, dppo_mask=0.2, dppo_kl=1e-3):
 
 
 def icepop(micro, logp_N, entropy_N, icepop_low=0.5, ratio_cap=5.0):
-    """-sg(r) A logp for icepop_low <= r <= ratio_cap, otherwise 0: tokens on which trainer and sampler disagree are left
-    out (IcePop, 2510.18855)."""
+    """-sg(r) A logp for icepop_low <= r <= ratio_cap, otherwise 0: tokens on which trainer and sampler disagree are
+    left out (IcePop, 2510.18855)."""
     r_N = log_ratio(logp_N, micro["old_logp_N"]).exp().detach()
     is_masked_N = (r_N < icepop_low) | (r_N > ratio_cap)
     loss_N = -torch.where(is_masked_N, 0, r_N * micro["adv_N"] * logp_N)
@@ -60,8 +60,8 @@ def icepop(micro, logp_N, entropy_N, icepop_low=0.5, ratio_cap=5.0):
 
 
 def permuted(rewards_G, group):
-    """trainer.advantage = "losses:permuted", for a control run: the rewards of a group are shuffled among its rollouts, in
-    the same way on all ranks, so that nothing can be learned from them."""
+    """trainer.advantage = "losses:permuted", for a control run: the rewards of a group are shuffled among its
+    rollouts, in the same way on all ranks, so that nothing can be learned from them."""
     seed = zlib.crc32(repr([(member.get("env"), member.get("group")) for member in group]).encode())
     shuffled = torch.randperm(len(rewards_G), generator=torch.Generator().manual_seed(seed))
     return (rewards_G - rewards_G.mean())[shuffled]

@@ -1,8 +1,8 @@
 """Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum" or "orders:Difficulty"; and
 `oversample`, which fills a batch if orchestrator.oversampling_factor is above 1.
 
-An order may skip indices of the shuffle, nothing else, so a run that is resumed takes the same rows: write is_wanted in a
-subclass of Picky. What it knows of rows goes into self.memory, which every batch carries to the next start."""
+An order may skip indices of the shuffle, nothing else, so a run that is resumed takes the same rows: write is_wanted
+in a subclass of Picky. What it knows of rows goes into self.memory, which every batch carries to the next start."""
 
 import asyncio
 import itertools
@@ -40,8 +40,8 @@ class Picky(Order):
 
 
 class Curriculum(Picky):
-    """orchestrator.curriculum = { easy = [0, 100], hard = [50, 500] }: rows of a difficulty are taken from its first step
-    on and no longer from its second; a difficulty that it does not name is always taken. A row whose last
+    """orchestrator.curriculum = { easy = [0, 100], hard = [50, 500] }: rows of a difficulty are taken from its first
+    step on and no longer from its second; a difficulty that it does not name is always taken. A row whose last
     orchestrator.retire_after groups all had zero variance is not taken again."""
 
     def __init__(self, rows, cfg, state=None):
@@ -80,8 +80,8 @@ class Curriculum(Picky):
 
 
 class Difficulty(Curriculum):
-    """Takes a row more often the closer its solve rate p is to 1/2, where a group's rewards differ most: with a chance of
-    4 p (1 - p) + 0.1. A row without a group yet is always taken."""
+    """Takes a row more often the closer its solve rate p is to 1/2, where a group's rewards differ most: with a chance
+    of 4 p (1 - p) + 0.1. A row without a group yet is always taken."""
 
     def chance(self, row):
         rate, _ = self.known(row)
@@ -104,9 +104,9 @@ def put_back(order, indices, step):
 
 
 async def oversample(order, num, step, job, cfg):
-    """orchestrator.fill with orchestrator.oversampling_factor times as many groups under way as are needed, so that one
-    that teaches nothing is replaced without a wait. The lowest indices win, whoever finishes first: short rollouts get no
-    advantage. What is left over is thrown away, and its rows are taken again."""
+    """orchestrator.fill with orchestrator.oversampling_factor times as many groups under way as are needed, so that
+    one that teaches nothing is replaced without a wait. The lowest indices win, whoever finishes first: short rollouts
+    get no advantage. What is left over is thrown away, and its rows are taken again."""
     jobs = {}
     try:
         while True:

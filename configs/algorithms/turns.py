@@ -1,8 +1,8 @@
-"""Credit by turn, if the rubric gives a reward per turn (rubrics.TurnRubric) or trainer.gamma is below 1. Each turn then
-has an advantage of its own, from its discounted return-to-go; with neither, a rollout has one.
+"""Credit by turn, if the rubric gives a reward per turn (rubrics.TurnRubric) or trainer.gamma is below 1. Each turn
+then has an advantage of its own, from its discounted return-to-go; with neither, a rollout has one.
 
-The baseline of turn k is over the whole group, in which a rollout that ended before k counts 0. So it does not depend on
-when the rollout itself stops; a mean over those still going would be a bonus for going on (verl RFC 7244)."""
+The baseline of turn k is over the whole group, in which a rollout that ended before k counts 0. So it does not depend
+on when the rollout itself stops; a mean over those still going would be a bonus for going on (verl RFC 7244)."""
 
 import torch
 
@@ -30,8 +30,8 @@ def compute_advantages(rollouts, t, compute):
     """[[metadata of a rollout, ...], ...] -> [[its advantages, a list by turn or one number, ...], ...]. compute: the
     trainer's compute_advantages, which is asked turn by turn, with each rollout's return as its reward.
 
-    A group without rewards by turn, at gamma = 1, keeps one advantage per rollout. "batch_std" is over the rollouts' whole
-    rewards: over a late turn's, of which most are 0, the few others would be far too large."""
+    A group without rewards by turn, at gamma = 1, keeps one advantage per rollout. "batch_std" is over the rollouts'
+    whole rewards: over a late turn's, of which most are 0, the few others would be far too large."""
     name = t.advantage
     scale = 1.0
     if name == "batch_std":

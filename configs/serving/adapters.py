@@ -1,7 +1,7 @@
 """LoRA adapters as PEFT writes them: what vLLM loads beside the running model, and what final/ of a LoRA run is.
 
-In 16 bits LoRA goes to the servers this way: merged into 16-bit weights, early updates would be rounded away. Each version
-has an adapter of its own name, so that a rollout may go on with the one it began with."""
+In 16 bits LoRA goes to the servers this way: merged into 16-bit weights, early updates would be rounded away. Each
+version has an adapter of its own name, so that a rollout may go on with the one it began with."""
 
 import json
 import shutil
