@@ -357,7 +357,8 @@ class Order:
                 DATA, f"{what} {max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})"
             )
         self.num_useless = self.num_useless + 1 if group.dropped else 0
-        last = f"{group.dropped}, rewards {[r.reward for r in group.rollouts][:4]}"
+        outcomes = [r.error or r.reward for r in group.rollouts][:4]
+        last = f"{group.dropped}, {outcomes}"
         what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {last}"
         limit = 10 * o.batch_size // o.rollouts_per_example
         require(self.num_useless <= limit, DATA, f"{what}; launch.sh --check says more")
@@ -456,35 +457,36 @@ def commit_batch(step, groups, orders, run_dir, cfg):
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
     info["metrics"] = rollout_metrics(groups, sequences)
     info["sampler"] = {name: order.state() for name, order in orders.items()}
-    save_batch(run_dir / "batches" / f"step_{step:06d}.safetensors", sequences, info)
+    save_batch(batch_file(run_dir, step), sequences, info)
+
+
+def batch_file(run_dir, step):
+    return run_dir / "batches" / f"step_{step:06d}.safetensors"
 
 
 def resume(run_dir, cfg):
-    """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment. Batches between
-    the two are trained on again."""
-    # 1. The last checkpoint, and the batches after it.
+    """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment, which are those
+    of the newest batch. Batches since the checkpoint are trained on again."""
     step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
-    files = sorted(run_dir.glob("batches/step_*.safetensors"))
-    files = [path for path in files if path.stem >= f"step_{step:06d}"]
-    next_step = step + len(files)
+    next_step = step
+    while batch_file(run_dir, next_step).exists():
+        next_step += 1
+    # 1. The sampler state. After a gap there may be batches that were sampled by versions far behind the checkpoint.
     state = {}
-    if files:
-        is_whole = files[-1].stem == f"step_{next_step - 1:06d}"
-        require(is_whole, STORAGE, f"a batch before {files[-1]} is missing. Remove the rest")
-    # 2. Both know the sampler state; that of the last batch holds.
-    paths = files[-1:]
-    if step:
-        paths.insert(0, run_dir / f"checkpoints/step_{step:06d}/state.json")
-    for path in paths:
+    newest = max(run_dir.glob("batches/step_*.safetensors"), default=None)
+    if step or newest:
+        path = batch_file(run_dir, next_step - 1)
+        require(
+            newest == path, STORAGE, f"the newest batch is {newest}, not {path}: one is missing. Remove those after it"
+        )
         try:
-            text = path.read_text() if path.suffix == ".json" else safe_open(path, "np").metadata()["info"]
-            info = json.loads(text)
+            info = json.loads(safe_open(path, "np").metadata()["info"])
             run = info["run"]
-            state = info["sampler"] if "sampler" in info else info["ledger"]
+            state = info.get("sampler") or info["ledger"]  # its former name
         except Exception as e:  # from safetensors, JSON or the file system
-            raise RunError(STORAGE, f"{path} is damaged ({e!r}). Remove it, or its checkpoint, and start again") from e
+            raise RunError(STORAGE, f"{path} is damaged ({e!r}). Remove it, and start again") from e
         refuse_other(run, cfg, path)
-    # 3. With the same configuration the versions after the checkpoint come again, bit for bit; otherwise others do.
+    # 2. With the same configuration the versions after the checkpoint come again, bit for bit; otherwise others do.
     old = run_dir / "config.toml"
     is_same = old.exists() and old.read_text() == configs.to_toml(cfg)
     last = next_step if is_same else step
