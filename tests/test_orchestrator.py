@@ -19,27 +19,41 @@ from conftest import ROOT, all_batches, free_port, lines
 
 import orchestrator
 import trainer
-from configs import RunError, load_config
+from configs import load_config
 from configs.algorithms.orders import Picky
+from configs.runtime.role import RunError
 from env import Rubric, SingleTurnEnv, Truncated
-from orchestrator import Client, Group, Order, Rollout, ServerError, deal, extend_or_fork, save_batch, why_drop
-from tools.watch import by_environment
+from orchestrator import Client, Group, Order, Reply, Rollout, ServerError, deal, extend_or_fork, save_batch, unusable
 from trainer import load_batch
+
+NOISE = '{ kind = "noise" }'
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def test_extend_or_fork():
-    samples = []
-    extend_or_fork(samples, [1, 2], [3, 4], [-0.1, -0.2], 0)
-    extend_or_fork(samples, [1, 2, 3, 4, 9], [5], [-0.3], 1)
-    assert samples == [
+def test_a_turn_extends_the_longest_sequence_that_its_prompt_begins_with():
+    sequences = []
+    extend_or_fork(sequences, [1, 2], [3, 4], [-0.1, -0.2], 0)
+    extend_or_fork(sequences, [1, 2, 3, 4, 9], [5], [-0.3], 1)
+    assert sequences == [
         {"tokens": [1, 2, 3, 4, 9, 5], "mask": [0, 0, 1, 1, 0, 1], "old_logp": [0, 0, -0.1, -0.2, 0, -0.3],
-         "turn": [0, 0, 0, 0, 1, 1]}
+         "turn": [0, 0, 0, 0, 1, 1], "agent": "", "trainable": True}
     ]  # fmt: skip
-    extend_or_fork(samples, [1, 2, 4, 9, 5, 9], [6], [-0.4], 2)
+    extend_or_fork(sequences, [1, 2, 4, 9, 5, 9], [6], [-0.4], 2)
     fork = {"tokens": [1, 2, 4, 9, 5, 9, 6], "mask": [0] * 6 + [1], "old_logp": [0] * 6 + [-0.4], "turn": [2] * 7}
-    assert samples[1] == fork
+    assert sequences[1] == fork | {"agent": "", "trainable": True}
+    extend_or_fork(sequences, [1, 2, 3, 4, 9, 5, 7], [8], [-0.5], 3)  # the first one is not forgotten
+    assert len(sequences) == 2 and sequences[0]["tokens"] == [1, 2, 3, 4, 9, 5, 7, 8]
+
+
+def test_interleaved_conversations_are_two_sequences_and_agents_never_share_one():
+    sequences = []
+    for turn, prompt in enumerate([[1], [2], [1, 10, 5], [2, 11, 5]]):
+        extend_or_fork(sequences, prompt, [10 + turn], [-1.0], turn)
+    assert [s["tokens"] for s in sequences] == [[1, 10, 5, 12], [2, 11, 5, 13]]
+    extend_or_fork(sequences, [1, 10, 5, 12, 6], [20], [-1.0], 4, "critic", trainable=False)
+    assert [(s["agent"], s["trainable"]) for s in sequences] == [("", True), ("", True), ("critic", False)]
+    assert sequences[2]["tokens"] == [1, 10, 5, 12, 6, 20] and sequences[2]["mask"] == [0] * 5 + [1]
 
 
 def test_order_is_a_function_of_seed_and_index(make_cfg):
@@ -48,27 +62,29 @@ def test_order_is_a_function_of_seed_and_index(make_cfg):
     taken = [order.take(0) for _ in range(37 * 3)]
     assert [index for index, _ in taken] == list(range(37 * 3))
     for epoch in range(3):  # every row once an epoch, in another order
-        assert sorted(number for _, number in taken[37 * epoch : 37 * (epoch + 1)]) == list(range(37))
-    assert [n for _, n in taken[:37]] != [n for _, n in taken[37:74]]
-    resumed = Order(rows, make_cfg("seed=3"), {"next": 50, "open": [41, 44], "extra": {}})
+        assert sorted(row for _, row in taken[37 * epoch : 37 * (epoch + 1)]) == list(range(37))
+    assert [row for _, row in taken[:37]] != [row for _, row in taken[37:74]]
+    resumed = Order(rows, make_cfg("seed=3"), {"next": 50, "open": [41, 44], "extra": {"a": 1}})
     assert [resumed.take(0) for _ in range(3)] == [taken[41], taken[44], taken[50]]
+    resumed.commit(Group("e", 44, taken[44][1], [], ""))
+    assert resumed.state() == {"next": 51, "open": [41, 50], "extra": {"a": 1}}
     other = Order(rows, make_cfg("seed=4"))
-    assert [other.take(0)[1] for _ in range(37)] != [number for _, number in taken[:37]]
+    assert [other.take(0)[1] for _ in range(37)] != [row for _, row in taken[:37]]
 
 
-def test_why_drop(make_cfg):
-    cfg, shorter = make_cfg(), make_cfg("trainer.gamma=0.9")
-    said, cut = [{"mask": [0, 1]}], [{"mask": [0, 0]}]
-    good, none = Rollout({}, said, reward=1.0, num_turns=1), Rollout({}, error="X: why")
-    bad, masked = Rollout({}, said, reward=0.0, num_turns=1), Rollout({}, cut, reward=0.5, num_turns=1)
-    assert why_drop([good, good, none], cfg) == "flat at reward 1"
-    assert why_drop([good, none], cfg) == "failed: X: why"
-    assert not why_drop([good, bad, none], cfg)
-    slow = Rollout({}, said, reward=1.0, num_turns=3)
-    assert "flat" in why_drop([good, slow], cfg) and not why_drop([good, slow], shorter)
-    assert not why_drop([good, masked], cfg)
-    assert why_drop([masked, Rollout({}, reward=0.7, num_turns=1)], cfg) == "empty or masked"
-    assert why_drop([Rollout({}), Rollout({})], cfg) == "long prompt"
+def test_which_groups_teach_something(make_cfg):
+    said, cut = [{"mask": np.array([0, 1])}], [{"mask": np.array([0, 0])}]
+    good, slow, bad = (Rollout({}, said, reward=r, num_turns=n) for r, n in ((1.0, 1), (1.0, 3), (0.0, 1)))
+    lost, unsaid = Rollout({}, error="X: why"), Rollout({})
+    masked, other = Rollout({}, cut, reward=0.5, num_turns=1), Rollout({}, reward=0.7, num_turns=1)
+
+    def dropped(*rollouts, **keys):
+        cfg = make_cfg(*(f"trainer.{key}={value}" for key, value in keys.items()))
+        return unusable(rollouts) or Order([{}], cfg).keep(rollouts)
+
+    assert [dropped(good, lost), dropped(unsaid, unsaid), dropped(masked, other)] == ["failed", "long", "empty"]
+    assert dropped(good, good, lost) == dropped(good, slow) == "flat"
+    assert dropped(good, bad, lost) == dropped(good, masked) == dropped(good, slow, gamma=0.9) == ""
 
 
 def test_environments_are_dealt_out_by_ratio():
@@ -80,19 +96,18 @@ def test_environments_are_dealt_out_by_ratio():
 
 
 @pytest.mark.parametrize("kind", [list, np.array])
-def test_batch_files_carry_columns_by_name(kind, tmp_path):
-    """A list or array as long as the tokens is a column; who has none has nan there; another length is refused."""
+def test_batch_files_carry_fields_by_name(kind, tmp_path):
+    """A list or array as long as the tokens is a field; a sequence without it has nan there; other lengths are refused."""
     path = tmp_path / "step_000000.safetensors"
     plain = {"tokens": [5, 6, 7], "mask": [0, 1, 1], "old_logp": [0.0, -1.0, -2.0], "turn": [0, 0, 0], "reward": 1.0}
-    column = kind([0.5, 1.5, 2.5])
-    save_batch(path, [plain | {"teacher_logp": column, "versions": [0, 0, 1]}, plain], {"step": 0})
-    batch = load_batch(path)
-    found = batch.columns["teacher_logp"].tolist()
-    assert found[:3] == [0.5, 1.5, 2.5] and all(map(math.isnan, found[3:]))
-    assert batch.samples[0]["versions"] == [0, 0, 1] and batch.columns["tokens"].tolist() == [5, 6, 7] * 2
-    with pytest.raises(RunError, match="column 'teacher_logp' has 2 values for 3 tokens") as e:
-        save_batch(path, [plain | {"teacher_logp": [0.5, 1.5]}], {"step": 0})
-    assert e.value.code == 4
+    save_batch(path, [plain | {"teacher": kind([0.5, 1.5, 2.5]), "versions": [0, 0, 1]}, plain], {"step": 0})
+    first, second = load_batch(path).sequences
+    assert first["teacher"].tolist() == [0.5, 1.5, 2.5] and all(map(math.isnan, second["teacher"]))
+    assert first["versions"] == [0, 0, 1] and second["tokens"].tolist() == [5, 6, 7]
+    for values in ([0.5, 1.5], []):
+        with pytest.raises(RunError, match=f"field 'teacher' has {len(values)} values for 3 tokens") as e:
+            save_batch(path, [plain | {"teacher": kind(values)}, plain], {"step": 0})
+        assert e.value.code == 4
 
 
 def test_what_is_asked_again(make_cfg):
@@ -119,28 +134,29 @@ def test_what_is_asked_again(make_cfg):
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", port).start()
         client = Client(make_cfg(f'inference.urls=["http://127.0.0.1:{port}"]'))
-        found = [await post(client, f"/{kind}") for kind in ("busy", "down", "wrong", "long")]
+        found = [await post(client, f"/{kind}") for kind in answers]
         await client.session.close()
         await runner.cleanup()
         return found
 
-    assert asyncio.run(go()) == [{}, ServerError, ServerError, orchestrator.Truncated]
+    assert asyncio.run(go()) == [{}, ServerError, ServerError, Truncated]
     assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1}
 
 
 def test_an_evaluation_asks_for_its_adapter_while_it_is_loaded(make_cfg):
-    """Of version 4 with S = 1 the trainer keeps adapters 3 and 4 (and 2, until all know of 4)."""
+    """At version 4 with S = 1 the trainer keeps adapters 3 and 4 (and 2, until all know about 4)."""
     cfg, asked = make_cfg("trainer.dtype=bf16", "trainer.use_lora=true", "orchestrator.max_staleness=1"), []
 
     async def post(server, path, body):
         asked.append(body["model"])
-        return {"choices": []}
+        choice = {"text": "", "token_ids": [], "finish_reason": "stop", "logprobs": {"token_logprobs": []}}
+        return {"choices": [choice | {"prompt_token_ids": [1]}]}
 
     async def go():
         client = Client(cfg)
         client.post, client.version = post, 4
         for version in (None, 4, 3, 2, 0):
-            await orchestrator.sample(client, 0, "text", 1, version=version)
+            await orchestrator.sample(client, 0, "text", version=version)
         await client.session.close()
 
     asyncio.run(go())
@@ -156,519 +172,69 @@ def test_evaluations_count_what_was_lost():
     assert solved["pass@1"] == solved["pass@k"] == 1
 
 
-# --- in this process, against a fake server ---------------------------------------------------------------------------
+# --- one rollout or group, without a server ---------------------------------------------------------------------------
 
 
-def test_multi_turn_forks_only_where_the_template_drops_history(run, tmp_path):
-    from think_env import DROPS
+def constant():
+    return 1.0
 
-    (tmp_path / "drops.jinja").write_text(DROPS)
-    for template, num_samples in (("", 1), (str(tmp_path / "drops.jinja"), 4)):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        args = '{ kind = "turns", num_turns = 4, prompt = "hi" }'
-        run_dir = run(1, args, f"chat_template={template}", "orchestrator.sampling.max_tokens=4", template=template)
-        batch, forks = all_batches(run_dir)[0], {}
-        for r in lines(run_dir / "rollouts.jsonl"):
-            assert len(r["completion"]) == 7  # four answers, three replies
-            lost = [bool(m["content"]) for m in r["completion"][:5:2]]  # an answer of nothing cannot be dropped
-            forks[r["group"], r["rollout"]] = sum(lost) if template else 0
-        samples = Counter((s["group"], s["rollout"]) for s in batch.samples)
-        assert samples == {key: 1 + forks[key] for key in samples}
-        assert max(samples.values()) == num_samples and (batch.info["metrics"]["rollout/forks"] > 0) == bool(template)
-        of_rollout = {key: [] for key in samples}
-        for s, turn, mask in zip(batch.samples, each(batch, "turn"), each(batch, "mask")):
-            of_rollout[s["group"], s["rollout"]] += turn[mask].unique().tolist()
-        assert all(turns == [0, 1, 2, 3] for turns in of_rollout.values())  # each is said once
 
+async def ask(prompt, tools=None, user=""):
+    """A policy that says its user's number."""
+    return Reply({"role": "assistant", "content": user}, [1, 2], [10 + int(user or 0)], [-1.0], "stop", [0, 0])
 
-def each(batch, column):
-    """A column, sample by sample."""
-    return batch.columns[column].split(batch.lens.tolist())
 
+def rollouts_of(cfg, env=SingleTurnEnv, n=1, ask=ask, places=9):
+    env = env([{"question": "?"}], rubric=Rubric([constant]))
+    group = orchestrator.run_group(env, env.dataset[0], n, ask, 0, cfg, asyncio.Semaphore(places))
+    return asyncio.run(asyncio.wait_for(group, 30))
 
-def test_a_prompt_made_in_setup_state_is_what_is_sampled_from(run):
-    run_dir = run(1, '{ kind = "own prompt" }')
-    for r in lines(run_dir / "rollouts.jsonl"):
-        assert r["prompt"][0]["content"].startswith("changed") and not r["error"]
-    for tokens in each(all_batches(run_dir)[0], "tokens"):
-        text = run.tokenizer.decode(tokens[:9].tolist())
-        assert text.startswith("<|user|>changed"), text
 
+def test_a_straggler_holds_one_place_and_not_its_groups(make_cfg):
+    """While the first rollout waits in one of two places, the other five go through the other."""
+    ended = []
 
-def test_context_that_ends_truncates(run):
-    """Turns go on until max_seq_len is full."""
-    run_dir = run(1, '{ kind = "turns", num_turns = 50 }', "orchestrator.sampling.max_tokens=9")
-    rollouts = lines(run_dir / "rollouts.jsonl")
-    assert all(r["truncated"] and not r["error"] and r["reward"] is not None for r in rollouts)
-    assert 56 <= max(all_batches(run_dir)[0].lens) <= 64
+    async def ask_slowly(prompt, tools=None, user=""):
+        while user == "0" and len(ended) < 5:
+            await asyncio.sleep(0.01)
+        ended.append(user)
+        return await ask(prompt, tools, user)
 
+    rollouts = rollouts_of(make_cfg(), n=6, ask=ask_slowly, places=2)
+    assert ended == ["1", "2", "3", "4", "5", "0"]
+    assert [r.state["completion"][0]["content"] for r in rollouts] == ["0", "1", "2", "3", "4", "5"]
 
-def test_a_prompt_that_fills_the_context_truncates(models, fake_servers):
-    """vLLM cuts max_tokens to 0 and refuses that, in other words than where a prompt is too long."""
 
-    async def ask(num):
-        client = Client(load_config(ROOT / "configs" / "reverse_text.toml", [f'inference.urls=["{fake_servers()}"]']))
-        body = {"model": "run", "prompt": "a" * num, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
-        try:
-            return await client.post(0, "/v1/completions", body)
-        finally:
-            await client.session.close()
+def test_two_calls_at_once_are_two_sequences(make_cfg):
+    """A best of two: both prompts are the same, and neither continues the other."""
 
-    httpx.post(f"{fake_servers()}/fake", json={})
-    assert len(asyncio.run(ask(63))["choices"][0]["token_ids"]) == 1
-    for num in (64, 65):
-        with pytest.raises(Truncated):
-            asyncio.run(ask(num))
+    class BestOfTwo(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            state["completion"] += await asyncio.gather(generate(state["prompt"]), generate(state["prompt"]))
 
+    (r,) = rollouts_of(make_cfg(), BestOfTwo)
+    assert r.num_turns == 2 and not r.error and [s["turn"].tolist() for s in r.sequences] == [[0] * 3, [1] * 3]
 
-def test_text_prompts_go_to_completions(run):
-    rollout = lines(run(2, '{ kind = "text" }') / "rollouts.jsonl")[0]
-    assert isinstance(rollout["prompt"], str) and isinstance(rollout["completion"][0], str)
 
+@pytest.mark.parametrize("name, values, error", [
+    ("extra", [1, 2, 3], ""), ("extra", np.arange(3.0), ""), ("extra", torch.arange(3), ""), ("mask", [0, 0, 1.0], ""),
+    ("extra", [1, 2], r"DataError: field 'extra' has values of shape \(2,\) for 3 tokens"),
+    ("extra", torch.ones(3, 1), r"DataError: field 'extra' has values of shape \(3, 1\)"),
+    ("extra", ["a", "b", "c"], "ValueError: could not convert string to float"), ("extra", None, "DataError: .*extra"),
+    ("reward", [1, 2, 3], "DataError: a field may not be called 'reward', nor any of .*'staleness'"),
+])  # fmt: skip
+def test_fields_of_the_environment_are_checked_where_the_rollout_ends(name, values, error, make_cfg):
+    class Adds(SingleTurnEnv):
+        def add_fields(self, state, sequences):
+            sequences[0][name] = values
 
-def test_what_the_environment_and_the_model_lack_is_refused(run):
-    for kind, override, message in (
-        ("noise", "model=nowhere/at_all", "model = 'nowhere/at_all'"),
-        ("noise", "model=.cache/at_all", "model = '.cache/at_all'"),
-        ("noise", "chat_template=nowhere.jinja", "chat_template.* 'nowhere.jinja'"),
-        ("no such kind", "max_steps=2", r"env.id = 'think_env': StopIteration:  in load_environment, think_env.py:\d+"),
-        ("noise", "env.id=not_there", "env.id = 'not_there': ModuleNotFoundError"),
-        ("constant", "eval.every=1", "env.id = 'think_env': RunError: eval.every is set, but it has no eval_dataset"),
-    ):
-        with pytest.raises(RunError, match=message) as e:
-            run(2, f'{{ kind = "{kind}" }}', override)
-        assert e.value.code == (4 if "Stop" in message else 2)
-
-
-def dropped_of(run_dir, batch):
-    """{group: why} of the groups that were dropped on the way to a batch."""
-    found = lines(run_dir / "rollouts.jsonl")
-    return {r["group"]: r["dropped"] for r in found if r["step"] == batch.info["step"] and r["dropped"]}
-
-
-def all_dropped(run_dir):
-    return [why for batch in all_batches(run_dir) for why in dropped_of(run_dir, batch).values()]
-
-
-def test_flat_groups_are_dropped_and_refilled_in_order(run):
-    run_dir = run(6, '{ kind = "turns", num_turns = 1 }', "orchestrator.rollouts_per_example=2")
-    seen, flat = set(), 0
-    for batch in all_batches(run_dir):
-        trained, dropped = {s["group"] for s in batch.samples}, set(dropped_of(run_dir, batch))
-        m = batch.info["metrics"]
-        assert len(trained) == 8 == m["group/kept"] and len(dropped) == m["group/flat"]
-        assert not trained & dropped and not (trained | dropped) & seen
-        seen |= trained | dropped
-        flat += len(dropped)
-    ledger = batch.info["ledger"]["think_env"]
-    assert flat > 0 and seen | set(ledger["open"]) == set(range(ledger["next"]))
-
-
-def test_always_flat_or_failing_ends_the_run(run):
-    with pytest.raises(RunError, match="41 groups of think_env in a row.*flat at reward 1") as e:
-        run(3, '{ kind = "constant" }')
-    assert e.value.code == 4
-    with pytest.raises(RunError, match="failed: ValueError") as e:
-        run(3, '{ kind = "raises" }')
-    assert e.value.code == 4
-
-
-def test_bad_rewards_lose_their_rollouts_and_never_become_zero(run):
-    run_dir = run(3, '{ kind = "misbehaves" }', "orchestrator.rollouts_per_example=8")
-    rollouts = lines(run_dir / "rollouts.jsonl")
-    failed = [r for r in rollouts if r["error"]]
-    for r in failed:  # the cause and its place, or the function's name
-        assert re.match(r"RuntimeError: user code fails in misbehaves, think_env.py:\d+$|ValueError: reward function "
-                        "misbehaves returned (None|nan|1|inf), no finite number", r["error"]), r["error"]  # fmt: skip
-    assert all(r["reward"] is None for r in failed) and all(r["reward"] > 0 for r in rollouts if not r["error"])
-    for n, batch in enumerate(all_batches(run_dir)):
-        assert batch.info["metrics"]["rollout/errors"] == sum(r["step"] == n for r in failed)
-        assert not {(s["group"], s["rollout"]) for s in batch.samples} & {(r["group"], r["rollout"]) for r in failed}
-
-
-def test_a_reward_of_none_ends_the_run_at_once_and_names_the_function(run):
-    """What is lost is not punished, and a policy would learn to lose: a fifth is the limit, counted as it is lost."""
-    message = (
-        r"\d+ of the last \d+ rollouts of think_env were lost, mostly by ValueError: reward function none_if_wrong "
-    )
-    with pytest.raises(RunError, match=message + r"returned None.*\(orchestrator.max_error_share = 0.2\)") as e:
-        run(9, '{ kind = "none_if_wrong" }', "orchestrator.max_error_share=0.2")
-    assert e.value.code == 4 and len(list((run.run_dir / "batches").iterdir())) < 3
-
-
-def test_slow_rollouts_are_cancelled_and_counted(run):
-    fake = {"generate 2": "hang", "generate 6": "500", "generate 9": "logprobs"}
-    started = time.monotonic()
-    rollouts = lines(run(3, '{ kind = "noise" }', "orchestrator.generation_timeout=3", fake=fake) / "rollouts.jsonl")
-    assert {r["error"].split(":")[0] for r in rollouts} == {"", "TimeoutError", "DataError"}  # the 500 was retried
-    assert time.monotonic() - started < 15
-
-
-def test_blocking_rewards_delay_nobody(run):
-    """Half of 16 rewards sleep 2 s in user code; one after the other they would take 16 s."""
-    started = time.monotonic()
-    run(1, '{ kind = "sleeps" }')
-    assert time.monotonic() - started < 12
-
-
-def test_no_more_than_max_concurrent_rollouts_are_under_way(run, fake_servers):
-    run(2, '{ kind = "noise" }', "orchestrator.max_concurrent=8", fake={"generate_s": 0.1})
-    assert httpx.get(f"{fake_servers()}/health").json()["most"] == 2  # requests of four
-
-
-def test_long_prompts_are_dropped_and_counted(run):
-    """Rows 'hello 0' to 'hello 36': those of two digits are a token longer."""
-    run_dir = run(3, '{ kind = "noise" }', "orchestrator.max_prompt_len=10")
-    assert {r["example"] for r in lines(run_dir / "rollouts.jsonl") if not r["dropped"]} <= set(range(10))
-    dropped = all_dropped(run_dir)
-    assert dropped and set(dropped) == {"long prompt"}
-    assert sum(b.info["metrics"]["group/long"] for b in all_batches(run_dir)) == len(dropped)
-
-
-def test_prompts_that_max_seq_len_does_not_hold_are_dropped_too(run):
-    """The server says so; rows of two digits have 64 tokens."""
-    prompt = "x" * 58
-    run_dir = run(2, f'{{ kind = "noise", prompt = "{prompt}" }}', "orchestrator.sampling.max_tokens=4")
-    dropped = all_dropped(run_dir)
-    assert dropped and set(dropped) == {"long prompt"}
-    assert {r["example"] for r in lines(run_dir / "rollouts.jsonl") if not r["dropped"]} <= set(range(10))
-
-
-@pytest.mark.parametrize("key", ["mask_truncated_completions", "zero_truncated_completions"])
-def test_truncated_completions(key, run):
-    run_dir = run(3, '{ kind = "noise" }', f"orchestrator.{key}=true", "orchestrator.sampling.max_tokens=24")
-    truncated = [r["truncated"] for r in lines(run_dir / "rollouts.jsonl")]
-    assert any(truncated) and not all(truncated)
-    for batch in all_batches(run_dir):
-        for s, mask in zip(batch.samples, each(batch, "mask")):
-            assert bool(mask.any()) != (s["truncated"] and key.startswith("mask"))
-            assert (s["reward"] == 0) == (s["truncated"] and key.startswith("zero"))
-
-
-def test_staleness_is_bounded_and_reached(run):
-    """One request in fifty takes ten times as long. Batches of five versions are under way at once."""
-    fake = {"generate_s": 0.1, "slow": [50, 1.0]}
-    run_dir = run(30, '{ kind = "noise" }', "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
-    ages = [s["age"] for b in all_batches(run_dir) for s in b.samples]
-    assert max(ages) == 4 and min(ages) == 0
-    for n, batch in enumerate(all_batches(run_dir)):
-        assert all(s["age"] == n - s["versions"][0] for s in batch.samples)
-
-
-def test_oversampling_puts_the_surplus_back(run):
-    """Twice the groups are under way; the lowest indices that teach are trained on, the rest come again later."""
-    overrides = ("orchestrator.oversampling_factor=2.0", "orchestrator.rollouts_per_example=2")
-    run_dir = run(5, '{ kind = "turns", num_turns = 1 }', *overrides, fake={"slow": [3, 0.2]})
-    seen = set()
-    for batch in all_batches(run_dir):
-        trained = {s["group"] for s in batch.samples}
-        dropped = set(dropped_of(run_dir, batch))
-        assert len(trained) == 8 and not (trained | dropped) & seen
-        seen |= trained | dropped
-        ledger = batch.info["ledger"]["think_env"]
-        assert seen | set(ledger["open"]) == set(range(ledger["next"]))
-    assert max(seen) < len(seen) + 24  # none is left behind for long
-
-
-# --- several environments ---------------------------------------------------------------------------------------------
-
-MIX = """
-[[env]]
-id = "think_env"
-name = "often"
-ratio = 3.0
-args = {{ kind = "noise" }}
-[[env]]
-id = "think_env"
-name = "seldom"
-args = {{ kind = "{other}", num_rows = 7 }}
-"""
-
-
-@pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
-def test_a_mix_is_trained_at_its_ratio(run, other):
-    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
-    batches = all_batches(run_dir)
-    kept = Counter((s["env"], s["group"]) for b in batches for s in b.samples)
-    assert Counter(name for name, _ in kept) == {"often": 36, "seldom": 12}
-    for batch in batches:
-        mine = [r for r in lines(run_dir / "rollouts.jsonl") if r["step"] == batch.info["step"]]
-        m = batch.info["metrics"] | by_environment(mine)
-        assert m["env/often/group/kept"] == 6 and m["env/seldom/group/kept"] == 2
-        assert m["env/often/rollout/num"] + m["env/seldom/rollout/num"] == m["rollout/num"]
-        assert "env/often/reward/noisy" in m and "env/seldom/reward/noisy" not in m
-    assert [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")] == [
-        (0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")
-    ]  # fmt: skip
-
-
-# --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-class NoRows(Picky):
-    def is_wanted(self, index, row, step):
-        return False
-
-
-class EvenRows(Picky):
-    """Rows of even numbers alone; counts what it settles."""
-
-    def is_wanted(self, index, row, step):
-        return row % 2 == 0
-
-    def settle(self, group):
-        super().settle(group)
-        self.extra["settled"] = self.extra.get("settled", 0) + 1
-
-
-def test_an_order_of_ones_own(run):
-    run_dir = run(3, '{ kind = "noise" }', "orchestrator.order=test_orchestrator:EvenRows")
-    assert {r["example"] % 2 for r in lines(run_dir / "rollouts.jsonl")} == {0}
-    ledgers = [batch.info["ledger"]["think_env"] for batch in all_batches(run_dir)]
-    assert [ledger["extra"]["settled"] for ledger in ledgers] == [4, 8, 12]
-    with pytest.raises(RunError, match=r"no row is left at step \d: NoRows wants none of them") as e:
-        run(4, '{ kind = "noise" }', "orchestrator.order=test_orchestrator:NoRows")
-    assert e.value.code == 4
-
-
-KEPT = []  # what keep_most kept, for kept_before
-
-
-def keep_most(rollouts, cfg):
-    """Two rows of three; remembers them."""
-    if int(rollouts[0].state["answer"]) % 3 == 0:
-        return "not mine"
-    KEPT.append(rollouts)
-    return why_drop(rollouts, cfg)
-
-
-def kept_before(n):
-    """From batch 2 on, the first group that was kept."""
-    return [Group("think_env", 1000 + n, 0, KEPT[0], "")] if n > 1 else []
-
-
-def test_groups_are_kept_by_ones_own_rule_and_may_come_again(run):
-    KEPT.clear()
-    hooks = ("orchestrator.keep=test_orchestrator:keep_most", "orchestrator.extra_groups=test_orchestrator:kept_before")
-    run_dir = run(4, '{ kind = "noise" }', *hooks, "orchestrator.max_staleness=0")
-    batches = all_batches(run_dir)
-    assert set(all_dropped(run_dir)) == {"not mine"}
-    for n, batch in enumerate(batches):
-        again = [s for s in batch.samples if s["group"] >= 1000]
-        assert len(batch.samples) == 16 + len(again) and len(again) == 4 * (n > 1)
-        assert batch.info["rollouts"] == len(batch.samples)
-        assert {s["age"] for s in again} <= {n}
-        assert all(s["example"] % 3 for s in batch.samples if s["group"] < 1000)
-
-
-def keep_all(rollouts, cfg):
-    return ""
-
-
-def test_a_group_without_rewards_is_nobodys_to_keep(run):
-    """On a row's first visit both rollouts are lost."""
-    hooks = ["orchestrator.keep=test_orchestrator:keep_all", "orchestrator.max_error_share=1.0"]
-    run_dir = run(1, '{ kind = "misbehaves" }', "orchestrator.rollouts_per_example=2", *hooks)
-    (batch,) = all_batches(run_dir)
-    assert {why.split(":")[0] for why in all_dropped(run_dir)} == {"failed"} and batch.samples
-
-
-def test_an_environment_adds_columns(run):
-    run_dir = run(1, '{ kind = "columns" }')
-    batch = all_batches(run_dir)[0]
-    assert batch.columns["place"].tolist() == [i for n in batch.lens.tolist() for i in range(n)]
-    with pytest.raises(RunError, match="column 'place' has 1 values for") as e:
-        run(1, '{ kind = "columns", num_turns = 0 }', "run_name=other")
-    assert e.value.code == 4
-
-
-# --- evaluation, resume -----------------------------------------------------------------------------------------------
-
-
-def test_each_version_is_evaluated_once_and_holds_its_batch(run):
-    run_dir = run(5, '{ kind = "noise" }', "eval.every=2", fake={"generate_s": 0.2})
-    found = lines(run_dir / "eval.jsonl")
-    assert [e["step"] for e in found] == [0, 2, 4, 5]
-    assert all(e["version_first"] == e["version_last"] == e["step"] for e in found)
-    assert all(e["n"] == 3 and e["errors"] == 0 and e["noisy"] == e["reward/mean"] for e in found)
-
-
-def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capsys):
-    """No version is evaluated twice, and the last one is in any case."""
-    slow = ("eval.every=1", "eval.hold_s=0.1", "orchestrator.max_staleness=0", "eval.rollouts_per_example=16")
-    run_dir = run(6, '{ kind = "misbehaves" }', *slow, "orchestrator.max_concurrent=16", fake={"generate_s": 0.2})
-    found = lines(run_dir / "eval.jsonl")
-    steps = [e["step"] for e in found]
-    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 6 and len(steps) < 7
-    assert any(e["version_last"] > e["version_first"] for e in found)
-    assert all(e["n"] == 3 and e["errors"] > 0 for e in found)
-    said = capsys.readouterr().out
-    assert f"n 3 errors {found[0]['errors']}" in said and said.count("eval ") == len(found)
-
-
-def test_an_evaluation_in_which_all_is_lost_ends_the_run(run):
-    with pytest.raises(
-        RunError, match="evaluation of think_env at version 0, all is lost: failed: ValueError.*in raises"
-    ) as e:
-        run(2, '{ kind = "raises" }', "eval.every=1")
-    assert e.value.code == 4
-
-
-def test_an_evaluation_of_prompts_that_are_all_too_long_says_so(run):
-    with pytest.raises(RunError, match="all is lost: long prompt") as e:
-        run(2, '{ kind = "noise" }', "eval.every=1", "orchestrator.max_prompt_len=1")
-    assert e.value.code == 4
-
-
-ANSWERS = '{ kind = "turns", num_turns = 1, num_rows = 10 }'  # as good as the server's answers, which repeat exactly
-
-
-def history(run_dir):
-    keys = ("step", "group", "example", "rollout", "reward", "dropped")
-    return sorted([line[k] for k in keys] for line in lines(run_dir / "rollouts.jsonl"))
-
-
-def test_a_run_resumes_where_it_was_and_deals_out_the_same_rows(run, tmp_path):
-    """From the batches that are there; what was written for later ones, or cut off, is made again."""
-    overrides = ("orchestrator.max_staleness=0", "eval.every=2")
-    whole = run(6, ANSWERS, *overrides)
-    expected, evaluations = history(whole), [(e["step"], e["reward/mean"]) for e in lines(whole / "eval.jsonl")]
-    for n in (3, 4, 5):  # as after a kill: lines that no batch has, and half a line
-        (whole / "batches" / f"step_{n:06d}.safetensors").unlink()
-    with open(whole / "rollouts.jsonl", "a") as f:
-        f.write('{"step": 9, "half')
-    again = run(6, ANSWERS, *overrides)
-    assert history(again) == expected
-    assert [(e["step"], e["reward/mean"]) for e in lines(again / "eval.jsonl")] == evaluations
-    ledger = all_batches(again)[-1].info["ledger"]["think_env"]
-    issued = {index for _, index, *_ in expected}
-    assert issued | set(ledger["open"]) == set(range(ledger["next"]))
-
-
-def test_evaluations_of_weights_that_do_not_come_again_are_dropped(run):
-    """Of versions after the checkpoint, where the run goes on with another learning rate. The same: all stay."""
-    run_dir = run(3, ANSWERS, "eval.every=1")
-    cfg = load_config(run_dir / "config.toml")
-    assert orchestrator.resume(run_dir, cfg)[:2] == (0, 3)
-    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 3]
-    other = load_config(run_dir / "config.toml", ["trainer.learning_rate=0.5"])
-    assert orchestrator.resume(run_dir, other)[:2] == (0, 3)
-    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0]
-
-
-def test_batches_after_a_gap_are_refused(run):
-    """They were sampled by versions that are far behind those that would train on them."""
-    run_dir = run(4, ANSWERS)
-    (run_dir / "batches" / "step_000001.safetensors").unlink()
-    with pytest.raises(RunError, match=r"a batch before .*step_000003.safetensors is missing. Remove the rest") as e:
-        orchestrator.resume(run_dir, load_config(run_dir / "config.toml"))
-    assert e.value.code == 6
-
-
-def test_batches_of_another_configuration_are_refused(run):
-    run(1, '{ kind = "noise" }')
-    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
-        run(1, '{ kind = "noise" }', "seed=3")
-    assert e.value.code == 2
-
-
-# --- the whole of launch.sh, with a fake server -----------------------------------------------------------------------
-
-
-def slow_cispo(micro, logp_N, entropy_N, cfg):
-    """A loss that makes a step last a second."""
-    time.sleep(1.0)
-    return trainer.compute_loss(micro, logp_N, entropy_N, cfg._replace(loss="cispo"))
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_overlap(launched):
-    """Generate and train take a second each; a step takes less than three quarters of their sum."""
-    slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
-    _, run_dir = launched(6, '{ kind = "noise" }', *slow, FAKE='{"generate_s": 1.0}')
-    shares = [m["time/step_s"] / (1.0 + m["time/train_s"]) for m in lines(run_dir / "metrics.jsonl")[2:]]
-    assert min(shares) < 0.75, shares  # without overlap it is 1 in every step; load makes single steps longer
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", ["full", pytest.param("adapters", marks=pytest.mark.long)]
-)  # test_vllm.py has them, too
-@pytest.mark.long
-def test_a_whole_run_in_16_bits(how, launched):
-    """Every version within the canary's limit, rollouts up to two versions old; adapters go on from a checkpoint."""
-    overrides = ("trainer.dtype=bf16", f"trainer.use_lora={str(how == 'adapters').lower()}", "checkpoint.every=2")
-    more = ("orchestrator.max_staleness=2", "eval.every=2", "trainer.gradient_checkpointing=true")
-    for steps in (2, 4) if how == "adapters" else (4,):
-        done, run_dir = launched(steps, '{ kind = "noise" }', *overrides, *more)
-    metrics = lines(run_dir / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(4)), done.stdout + done.stderr
-    assert all(m["sync/dlogp_mean"] < 0.05 and m["policy/kl_sampler"] < 0.01 for m in metrics)
-    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 2, 4]
-    name = "adapter_model" if how == "adapters" else "model"
-    assert (run_dir / "final" / f"{name}.safetensors").is_file() and not (run_dir / "adapters").exists()
-
-
-@pytest.mark.slow
-def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
-    """inference.sleep: awake for sampling and for weights, asleep for each step, also while an evaluation goes on."""
-    sleeping = ("inference.sleep=true", "orchestrator.max_staleness=0", "eval.every=1", "eval.hold_s=0.01")
-    fake = json.dumps({"control": str(tmp_path / "control"), "generate_s": 0.1, "slow": [7, 1.0]})
-    done, run_dir = launched(3, '{ kind = "noise" }', *sleeping, FAKE=fake)
-    first, *steps = (tmp_path / "control").read_text().split("/sleep")
-    assert first.split() == ["join_weight_group", "receive_weights"]
-    assert [step.split() for step in steps] == [["/wake_up", "receive_weights"]] * 3
-    assert [e["step"] for e in lines(run_dir / "eval.jsonl")][-1] == 3 and "warning" not in done.stdout
-    assert all(e["errors"] == 0 for e in lines(run_dir / "eval.jsonl"))
-    with pytest.raises(RunError, match="inference.sleep' = True: must be left out with orchestrator.max_staleness = 1"):
-        make_cfg("inference.sleep=true")
-
-
-def test_an_evaluation_that_was_not_finished_is_made_up_for(run):
-    """A run was killed when batch 3 was committed, and evaluation 3, which had outlived its hold, was not."""
-    how = (4, '{ kind = "noise" }', "eval.every=1", "eval.num_examples=2")
-    run_dir = run(*how)
-    told = [line for line in lines(run_dir / "eval.jsonl") if line["step"] != 3]
-    (run_dir / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-    run(*how, train_s=0.5)
-    assert [line["step"] for line in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 4, 3]
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_servers_that_run_elsewhere(launched, fake_servers):
-    """inference.urls: launch.sh starts no server; the run is called what the server is called."""
-    url = fake_servers()
-    httpx.post(f"{url}/fake", json={})
-    _, run_dir = launched(2, '{ kind = "noise" }', f'inference.urls=["{url}"]', ROLEMODEL_RUN_ID="run")
-    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == [0, 1]
-    assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
-
-
-def test_a_server_of_another_run_is_refused(make_cfg, fake_servers, tmp_path, monkeypatch):
-    monkeypatch.setenv("ROLEMODEL_RUN_ID", "mine")
-    with pytest.raises(RunError, match="a server of another run answers: .*this run is 'mine'") as e:
-        trainer.WeightSender(make_cfg(f'inference.urls=["{fake_servers()}"]'), tmp_path, torch.device("cpu"))
-    assert e.value.code == 2
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_user_code_that_never_returns_does_not_keep_the_run(launched):
-    """One reward in five sleeps for ever in its thread: its rollouts time out, and the run ends when it is done."""
-    started = time.monotonic()
-    _, run_dir = launched(2, '{ kind = "stuck" }', "orchestrator.generation_timeout=2")
-    assert any(r["error"].startswith("TimeoutError") for r in lines(run_dir / "rollouts.jsonl"))
-    assert time.monotonic() - started < 60
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_that_cannot_learn_exits_4(launched):
-    done, run_dir = launched(3, '{ kind = "constant" }', check=False)
-    assert done.returncode == 4 and "flat at reward 1" in done.stderr.splitlines()[-1]
-    assert str(run_dir / "logs" / "orchestrator.log") in done.stderr.splitlines()[-1]
+    rollouts = rollouts_of(make_cfg(), Adds, n=2)
+    for r in rollouts:
+        assert re.match(error + ("" if error else "$"), r.error), r.error
+        assert (r.reward is None) == bool(error)
+        if not error:
+            assert r.sequences[0][name].tolist() == list(values)
+            assert r.sequences[0][name].dtype == (bool if name == "mask" else np.float32)
 
 
 def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
@@ -693,32 +259,556 @@ def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
     (lambda: sys.exit(2), "SystemExit: 2 in <lambda>, test_orchestrator.py"),
 ], ids=["StopIteration", "SystemExit"])  # fmt: skip
 def test_what_asyncio_treats_as_its_own_loses_its_rollout(function, error):
-    """A future takes no StopIteration, so that its waiter hung; SystemExit ended the run, with what looked like 2."""
+    """A future takes no StopIteration, so its waiter would hang; SystemExit would end the run, seemingly with 2."""
     r = Rollout({}, reward=1.0)
     asyncio.run(orchestrator.guard([r], orchestrator.call(function), 5))
     assert r.reward is None and r.error.startswith(error)
 
 
-def test_two_first_calls_at_once_are_two_samples(make_cfg):
-    """A best of two: only one of the calls is the group's request, the other is a request of its own."""
-
-    class BestOfTwo(SingleTurnEnv):
-        async def rollout(self, state, generate):
-            state["completion"] += await asyncio.gather(generate(state["prompt"]), generate(state["prompt"]))
-
-    count = itertools.count(10)
-
-    async def ask(prompt, n, tools=None):
-        await asyncio.sleep(0)
-        return [({"role": "assistant", "content": ""}, [1, 2], [next(count)], [-1.0], "stop", [0, 0]) for _ in range(n)]
-
-    env = BestOfTwo([{"question": "?"}], rubric=Rubric([lambda: 1.0]))
-    rollouts = asyncio.run(orchestrator.run_group(env, env.dataset[0], 2, ask, 0, make_cfg(), asyncio.Semaphore(1)))
-    assert len({s["tokens"][-1] for r in rollouts for s in r.samples}) == 4
-    assert all(r.num_turns == 2 and not r.error for r in rollouts)
+# --- in this process, against a fake server ---------------------------------------------------------------------------
 
 
-def test_an_empty_column_is_refused(tmp_path):
-    sample = {"tokens": [1, 2], "mask": [0, 1], "old_logp": [0.0, -1.0], "turn": [0, 0]}
-    with pytest.raises(RunError, match="column 'teacher' has 0 values for 2 tokens"):
-        save_batch(tmp_path / "step_000000.safetensors", [sample | {"teacher": []}, sample], {})
+def test_each_rollout_asks_for_itself_by_its_number(run, tmp_path):
+    """One request a turn, without n; the answers of a group differ."""
+    run_dir = run(1, '{ kind = "turns", num_turns = 2 }', fake={"log": str(tmp_path / "log")})
+    asked = lines(tmp_path / "log")
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    assert len(asked) == 2 * len(rollouts) and not any("n" in body for body in asked)
+    assert Counter(body["user"] for body in asked) == {str(i): len(asked) // 4 for i in range(4)}
+    answers = {r["completion"][0]["content"] for r in rollouts if r["group"] == 0}
+    assert len(answers) > 2
+
+
+def test_multi_turn_forks_only_if_the_template_drops_history(run, tmp_path):
+    from think_env import DROPS
+
+    (tmp_path / "drops.jinja").write_text(DROPS)
+    for template, num_sequences in (("", 1), (str(tmp_path / "drops.jinja"), 4)):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        args = '{ kind = "turns", num_turns = 4, prompt = "hi" }'
+        run_dir = run(1, args, f"chat_template={template}", "orchestrator.sampling.max_tokens=4", template=template)
+        batch, forks, turns = all_batches(run_dir)[0], {}, {}
+        for r in lines(run_dir / "rollouts.jsonl"):
+            assert len(r["completion"]) == 7  # four answers, three replies
+            lost = [bool(m["content"]) for m in r["completion"][:5:2]]  # an answer of nothing cannot be dropped
+            forks[r["group"], r["rollout"]] = sum(lost) if template else 0
+        sequences = Counter((s["group"], s["rollout"]) for s in batch.sequences)
+        assert sequences == {key: 1 + forks[key] for key in sequences}
+        assert max(sequences.values()) == num_sequences
+        assert (batch.info["metrics"]["rollout/forks"] > 0) == bool(template)
+        for s in batch.sequences:
+            turns.setdefault((s["group"], s["rollout"]), []).extend(s["turn"][s["mask"]].unique().tolist())
+        assert all(found == [0, 1, 2, 3] for found in turns.values())  # each is said once
+
+
+def test_a_prompt_made_in_setup_state_is_what_is_sampled_from(run):
+    run_dir = run(1, '{ kind = "own prompt" }')
+    for r in lines(run_dir / "rollouts.jsonl"):
+        assert r["prompt"][0]["content"].startswith("changed") and not r["error"]
+    for s in all_batches(run_dir)[0].sequences:
+        text = run.tokenizer.decode(s["tokens"][:9].tolist())
+        assert text.startswith("<|user|>changed"), text
+
+
+def test_agents_and_fields_of_an_environment_reach_the_batch_file(run, tmp_path):
+    """Each agent has a sequence of its own, with its own reward if there is one; the critic is not trained."""
+    run_dir = run(1, '{ kind = "Agents" }')
+    rewards = {(r["group"], r["rollout"]): r["reward"] for r in lines(run_dir / "rollouts.jsonl")}
+    (batch,) = all_batches(run_dir)
+    assert Counter((s["agent"], s["trainable"]) for s in batch.sequences) == {
+        ("writer", True): 16,
+        ("critic", False): 16,
+    }
+    for s in batch.sequences:
+        assert s["turn"][s["mask"]].unique().tolist() == ([0, 2] if s["trainable"] else [1, 3])
+        assert (s["reward"] == rewards[s["group"], s["rollout"]]) != s["trainable"]
+    (batch,) = all_batches(run(1, '{ kind = "Fields" }', f"output_dir={tmp_path / 'other'}"))
+    assert all(s["place"].tolist() == list(range(len(s["tokens"]))) for s in batch.sequences)
+
+
+def test_context_that_ends_truncates(run):
+    """Turns go on until max_seq_len is full."""
+    run_dir = run(1, '{ kind = "turns", num_turns = 50 }', "orchestrator.sampling.max_tokens=9")
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    assert all(r["truncated"] and not r["error"] and r["reward"] is not None for r in rollouts)
+    assert 56 <= max(len(s["tokens"]) for s in all_batches(run_dir)[0].sequences) <= 64
+
+
+def test_a_prompt_that_fills_the_context_truncates(fake_servers):
+    """vLLM cuts max_tokens to 0 and refuses that, in other words than a prompt that is too long."""
+
+    async def ask(num):
+        client = Client(load_config(ROOT / "configs" / "reverse_text.toml", [f'inference.urls=["{fake_servers()}"]']))
+        body = {"model": "run", "prompt": "a" * num, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
+        try:
+            return await client.post(0, "/v1/completions", body)
+        finally:
+            await client.session.close()
+
+    httpx.post(f"{fake_servers()}/fake", json={})
+    assert len(asyncio.run(ask(63))["choices"][0]["token_ids"]) == 1
+    for num in (64, 65):
+        with pytest.raises(Truncated):
+            asyncio.run(ask(num))
+
+
+def test_text_prompts_go_to_completions(run):
+    rollout = lines(run(2, '{ kind = "text" }') / "rollouts.jsonl")[0]
+    assert isinstance(rollout["prompt"], str) and isinstance(rollout["completion"][0], str)
+
+
+@pytest.mark.parametrize("kind, override, code, message", [
+    ("noise", "model=nowhere/at_all", 2, "model = 'nowhere/at_all'"),
+    ("noise", "model=.cache/at_all", 2, "model = '.cache/at_all'"),
+    ("noise", "chat_template=nowhere.jinja", 2, "chat_template.* 'nowhere.jinja'"),
+    ("none", "max_steps=2", 4, r"env.id = 'think_env': StopIteration:  in load_environment, think_env.py:\d+"),
+    ("noise", "env.id=not_there", 2, "env.id = 'not_there': ModuleNotFoundError"),
+    ("constant", "eval.every=1", 2, "env.id = 'think_env': eval.every is set, but it has no eval_dataset"),
+])  # fmt: skip
+def test_what_the_environment_and_the_model_lack_is_refused(kind, override, code, message, run):
+    with pytest.raises(RunError, match=message) as e:
+        run(2, f'{{ kind = "{kind}" }}', override)
+    assert e.value.code == code
+
+
+def dropped_of(run_dir, step=None):
+    """{group: why} of the groups that were dropped on the way to a batch, or to all of them."""
+    found = [r for r in lines(run_dir / "rollouts.jsonl") if r["dropped"] and step in (None, r["step"])]
+    return {r["group"]: r["dropped"] for r in found}
+
+
+def check_indices(run_dir):
+    """Every index is in one batch at most, or still open. Returns {step: groups that are trained on}."""
+    seen, kept = set(), {}
+    for batch in all_batches(run_dir):
+        step = batch.info["step"]
+        kept[step] = {s["group"] for s in batch.sequences}
+        dropped = set(dropped_of(run_dir, step))
+        assert not kept[step] & dropped and not (kept[step] | dropped) & seen
+        seen |= kept[step] | dropped
+        state = batch.info["sampler"]["think_env"]
+        assert seen | set(state["open"]) == set(range(state["next"]))
+    return kept
+
+
+def test_flat_groups_are_dropped_and_refilled_in_order(run):
+    run_dir = run(
+        6, '{ kind = "turns", num_turns = 1 }', "orchestrator.rollouts_per_example=2", "orchestrator.max_staleness=0"
+    )
+    kept = check_indices(run_dir)
+    assert set(dropped_of(run_dir).values()) == {"flat"}
+    for batch in all_batches(run_dir):
+        m = batch.info["metrics"]
+        assert len(kept[batch.info["step"]]) == 8 == m["group/kept"]
+        assert len(dropped_of(run_dir, batch.info["step"])) == m["group/flat"]
+
+
+def test_oversampling_puts_the_surplus_back(run):
+    """Twice the groups are under way; the lowest indices that teach are trained on, the rest come again later."""
+    overrides = ("orchestrator.oversampling_factor=2.0", "orchestrator.rollouts_per_example=2")
+    kept = check_indices(run(5, '{ kind = "turns", num_turns = 1 }', *overrides, fake={"slow": [3, 0.2]}))
+    assert [len(groups) for groups in kept.values()] == [8] * 5
+    assert max(kept[4]) < 8 * 5 + 24 + len(dropped_of(run.run_dir))  # none is left behind for long
+
+
+@pytest.mark.parametrize("kind, message", [
+    ("constant", r"41 groups of think_env in a row.*flat, \[1.0, 1.0"), ("raises", "failed, .'ValueError: never scores"),
+])  # fmt: skip
+def test_always_flat_or_failing_ends_the_run(kind, message, run):
+    with pytest.raises(RunError, match=message) as e:
+        run(3, f'{{ kind = "{kind}" }}')
+    assert e.value.code == 4
+
+
+def test_bad_rewards_lose_their_rollouts_and_never_become_zero(run):
+    run_dir = run(3, '{ kind = "misbehaves" }', "orchestrator.rollouts_per_example=8")
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    failed = [r for r in rollouts if r["error"]]
+    for r in failed:  # the cause and its place, or the function's name
+        assert re.match(r"RuntimeError: user code fails in misbehaves, think_env.py:\d+$|ValueError: reward function "
+                        "misbehaves returned (None|nan|1|inf), no finite number", r["error"]), r["error"]  # fmt: skip
+    assert all(r["reward"] is None for r in failed) and all(r["reward"] > 0 for r in rollouts if not r["error"])
+    for n, batch in enumerate(all_batches(run_dir)):
+        assert batch.info["metrics"]["rollout/errors"] == sum(r["step"] == n for r in failed)
+        assert not {(s["group"], s["rollout"]) for s in batch.sequences} & {(r["group"], r["rollout"]) for r in failed}
+
+
+def test_a_row_that_cannot_begin_loses_its_rollouts_and_the_run_goes_on(run):
+    run_dir = run(3, '{ kind = "BadRow", num_rows = 6 }')
+    bad = [r for r in lines(run_dir / "rollouts.jsonl") if r["error"]]
+    assert bad and {r["example"] for r in bad} == {3} and {r["dropped"] for r in bad} == {"failed"}
+    assert all(re.match(r"LookupError: no such table in start, think_env.py:\d+$", r["error"]) for r in bad)
+    assert sum(batch.info["metrics"].get("error/LookupError", 0) for batch in all_batches(run_dir)) == len(bad)
+
+
+def test_a_reward_of_none_ends_the_run_at_once_and_names_the_function(run):
+    """What is lost is not punished, and a policy would learn to lose: a fifth is the limit, counted as it is lost."""
+    message = (
+        r"\d+ of the last \d+ rollouts of think_env were lost, mostly by ValueError: reward function none_if_wrong "
+    )
+    with pytest.raises(RunError, match=message + r"returned None.*\(orchestrator.max_error_share = 0.2\)") as e:
+        run(9, '{ kind = "none_if_wrong" }', "orchestrator.max_error_share=0.2")
+    assert e.value.code == 4 and len(list((run.run_dir / "batches").iterdir())) < 3
+
+
+def test_slow_rollouts_are_cancelled_and_counted(run):
+    fake = {"generate 2": "hang", "generate 6": "500", "generate 9": "logprobs"}
+    started = time.monotonic()
+    rollouts = lines(run(3, NOISE, "orchestrator.generation_timeout=3", fake=fake) / "rollouts.jsonl")
+    found = Counter(r["error"].split(":")[0] for r in rollouts)
+    assert found == {"": len(rollouts) - 2, "TimeoutError": 1, "DataError": 1}  # the 500 was retried
+    assert time.monotonic() - started < 15
+
+
+def test_blocking_rewards_delay_nobody(run):
+    """Half of 16 rewards sleep 2 s in user code; one after the other they would take 16 s."""
+    started = time.monotonic()
+    run(1, '{ kind = "sleeps" }')
+    assert time.monotonic() - started < 12
+
+
+def test_no_more_than_max_concurrent_rollouts_are_under_way(run, fake_servers):
+    run(2, NOISE, "orchestrator.max_concurrent=6", fake={"generate_s": 0.1})
+    assert httpx.get(f"{fake_servers()}/health").json()["most"] == 6
+
+
+@pytest.mark.parametrize("prompt, override", [
+    ("hello", "orchestrator.max_prompt_len=10"),
+    ("x" * 58, "orchestrator.sampling.max_tokens=4"),  # the server says so: rows of two digits have 64 tokens
+], ids=["max_prompt_len", "max_seq_len"])  # fmt: skip
+def test_long_prompts_are_dropped_and_counted(prompt, override, run):
+    """Rows 0 to 36: those of two digits are a token longer."""
+    run_dir = run(3, f'{{ kind = "noise", prompt = "{prompt}" }}', override)
+    assert {r["example"] for r in lines(run_dir / "rollouts.jsonl") if not r["dropped"]} <= set(range(10))
+    dropped = dropped_of(run_dir)
+    assert set(dropped.values()) == {"long"}
+    assert sum(b.info["metrics"]["group/long"] for b in all_batches(run_dir)) == len(dropped)
+
+
+@pytest.mark.parametrize("key", ["mask_truncated_completions", "zero_truncated_completions"])
+def test_truncated_completions(key, run):
+    run_dir = run(3, NOISE, f"orchestrator.{key}=true", "orchestrator.sampling.max_tokens=24")
+    truncated = [r["truncated"] for r in lines(run_dir / "rollouts.jsonl")]
+    assert any(truncated) and not all(truncated)
+    for s in itertools.chain(*(batch.sequences for batch in all_batches(run_dir))):
+        assert bool(s["mask"].any()) != (s["truncated"] and key.startswith("mask"))
+        assert (s["reward"] == 0) == (s["truncated"] and key.startswith("zero"))
+
+
+def test_staleness_is_bounded_and_reached(run):
+    """One request in fifty takes ten times as long. Batches of five versions are under way at once."""
+    fake = {"generate_s": 0.1, "slow": [50, 1.0]}
+    run_dir = run(30, NOISE, "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
+    staleness = set()
+    for n, batch in enumerate(all_batches(run_dir)):
+        assert all(s["staleness"] == n - s["versions"][0] for s in batch.sequences)
+        staleness |= {s["staleness"] for s in batch.sequences}
+    assert max(staleness) == 4 and min(staleness) == 0
+
+
+MIX = """
+[[env]]
+id = "think_env"
+name = "often"
+ratio = 3.0
+args = {{ kind = "noise" }}
+[[env]]
+id = "think_env"
+name = "seldom"
+args = {{ kind = "{other}", num_rows = 7 }}
+"""
+
+
+@pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
+def test_a_mix_is_trained_at_its_ratio(run, other):
+    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
+    for n, batch in enumerate(all_batches(run_dir)):
+        kept = {(s["env"], s["group"]) for s in batch.sequences}
+        assert Counter(name for name, _ in kept) == {"often": 6, "seldom": 2}
+        mine = [r for r in lines(run_dir / "rollouts.jsonl") if r["step"] == n]
+        assert len(mine) == batch.info["metrics"]["rollout/num"]
+        assert {"noise" in r["metrics"] for r in mine if r["env"] == "often"} == {True}
+    found = [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")]
+    assert found == [(0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")]
+
+
+# --- an order of one's own --------------------------------------------------------------------------------------------
+
+
+class NoRows(Picky):
+    def is_wanted(self, index, row, step):
+        return False
+
+
+class EvenRows(Picky):
+    """Takes rows of even numbers alone; counts what is committed."""
+
+    def is_wanted(self, index, row, step):
+        return row % 2 == 0
+
+    def commit(self, group):
+        super().commit(group)
+        self.memory["committed"] = self.memory.get("committed", 0) + 1
+
+
+class KeepsSome(Order):
+    """Keeps two rows of three, whatever their rewards. From batch 2 on its first group is trained on once more."""
+
+    kept = None
+
+    def keep(self, rollouts):
+        if int(rollouts[0].state["answer"]) % 3 == 0:
+            return "not mine"
+        self.kept = self.kept or rollouts
+        return ""
+
+    def extra(self, step):
+        return [Group("think_env", 1000 + step, 0, self.kept, "")] if step > 1 else []
+
+
+def test_an_order_takes_the_rows_it_wants_and_remembers(run):
+    run_dir = run(3, NOISE, "orchestrator.order=test_orchestrator:EvenRows")
+    assert {r["example"] % 2 for r in lines(run_dir / "rollouts.jsonl")} == {0}
+    states = [batch.info["sampler"]["think_env"] for batch in all_batches(run_dir)]
+    assert [state["extra"]["committed"] for state in states] == [4, 8, 12]
+    with pytest.raises(RunError, match=r"no row is left at step \d: NoRows wants none of them") as e:
+        run(4, NOISE, "orchestrator.order=test_orchestrator:NoRows")
+    assert e.value.code == 4
+
+
+def test_an_order_keeps_and_adds_groups(run):
+    order = "orchestrator.order=test_orchestrator:KeepsSome"
+    run_dir = run(4, '{ kind = "zero" }', order, "orchestrator.max_staleness=0")
+    assert set(dropped_of(run_dir).values()) == {"not mine"}
+    for n, batch in enumerate(all_batches(run_dir)):
+        added = [s for s in batch.sequences if s["group"] >= 1000]
+        assert len(batch.sequences) == 16 + len(added) and len(added) == (4 if n > 1 else 0)
+        assert batch.info["metrics"]["rollout/num"] >= len(batch.sequences)
+        assert {s["staleness"] for s in added} <= {n}
+        assert all(s["example"] % 3 for s in batch.sequences if s["group"] < 1000)
+
+
+def test_a_group_without_rewards_is_not_an_orders_to_keep(run):
+    """On a row's first visit both rollouts are lost."""
+    order = "orchestrator.order=test_orchestrator:KeepsSome"
+    run_dir = run(1, '{ kind = "misbehaves" }', "orchestrator.rollouts_per_example=2", order)
+    assert set(dropped_of(run_dir).values()) <= {"failed", "not mine"} and all_batches(run_dir)[0].sequences
+
+
+# --- evaluation, resume -----------------------------------------------------------------------------------------------
+
+
+def test_each_version_is_evaluated_once_and_holds_its_batch(run):
+    run_dir = run(5, NOISE, "eval.every=2", fake={"generate_s": 0.2})
+    found = lines(run_dir / "eval.jsonl")
+    assert [e["step"] for e in found] == [0, 2, 4, 5]
+    assert all(e["version_first"] == e["version_last"] == e["step"] for e in found)
+    assert all(e["n"] == 3 and e["errors"] == 0 and e["noise"] == e["reward/mean"] for e in found)
+
+
+def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capsys):
+    """No version is evaluated twice, and the last one is in any case."""
+    slow = ("eval.every=1", "eval.hold_s=0.1", "orchestrator.max_staleness=0", "eval.rollouts_per_example=16")
+    run_dir = run(6, '{ kind = "misbehaves" }', *slow, "orchestrator.max_concurrent=16", fake={"generate_s": 0.2})
+    found = lines(run_dir / "eval.jsonl")
+    steps = [e["step"] for e in found]
+    assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 6 and len(steps) < 7
+    assert any(e["version_last"] > e["version_first"] for e in found)
+    assert all(e["n"] == 3 and e["errors"] > 0 for e in found)
+    printed = capsys.readouterr().out
+    assert f"n 3 errors {found[0]['errors']}" in printed and printed.count("eval ") == len(found)
+
+
+@pytest.mark.parametrize("kind, override, why", [
+    ("raises", "seed=0", "ValueError: never scores in raises"),
+    ("noise", "orchestrator.max_prompt_len=1", "the prompts are too long"),
+])  # fmt: skip
+def test_an_evaluation_in_which_all_is_lost_ends_the_run(kind, override, why, run):
+    with pytest.raises(RunError, match=f"evaluation of think_env at version 0, all is lost: {why}") as e:
+        run(2, f'{{ kind = "{kind}" }}', "eval.every=1", override)
+    assert e.value.code == 4
+
+
+def test_an_evaluation_that_was_not_finished_is_made_up_for(run):
+    """A run was killed when batch 3 was committed, and evaluation 3, which had outlived its hold, was not."""
+    how = (4, NOISE, "eval.every=1", "eval.num_examples=2")
+    run_dir = run(*how)
+    found = [line for line in lines(run_dir / "eval.jsonl") if line["step"] != 3]
+    (run_dir / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
+    run(*how, train_s=0.5)
+    assert [line["step"] for line in lines(run_dir / "eval.jsonl")] == [0, 1, 2, 4, 3]
+
+
+ANSWERS = '{ kind = "turns", num_turns = 1, num_rows = 10 }'  # as good as the server's answers, which repeat exactly
+
+
+def history(run_dir):
+    keys = ("step", "group", "example", "rollout", "reward", "dropped")
+    return sorted([line[k] for k in keys] for line in lines(run_dir / "rollouts.jsonl"))
+
+
+def test_a_run_resumes_where_it_was_and_deals_out_the_same_rows(run, tmp_path):
+    """From the batches that exist; what was written for later ones, or cut off, is made again."""
+    overrides = ("orchestrator.max_staleness=0", "eval.every=2")
+    whole = run(6, ANSWERS, *overrides)
+    expected, evaluations = history(whole), [(e["step"], e["reward/mean"]) for e in lines(whole / "eval.jsonl")]
+    for n in (3, 4, 5):  # as after a kill: lines that no batch has, and half a line
+        batch_file(whole, n).unlink()
+    with open(whole / "rollouts.jsonl", "a") as f:
+        f.write('{"step": 9, "half')
+    again = run(6, ANSWERS, *overrides)
+    assert history(again) == expected
+    assert [(e["step"], e["reward/mean"]) for e in lines(again / "eval.jsonl")] == evaluations
+    check_indices(again)
+
+
+def batch_file(run_dir, n):
+    return run_dir / "batches" / f"step_{n:06d}.safetensors"
+
+
+@pytest.fixture
+def resume(run):
+    """resume(*overrides) -> orchestrator.resume of a run of four batches, evaluated each, with a checkpoint at 2."""
+    run_dir = run(4, ANSWERS, "eval.every=1")
+    (run_dir / "checkpoints" / "step_000002").mkdir()
+
+    def go(*overrides):
+        return orchestrator.resume(run_dir, load_config(run_dir / "config.toml", overrides))
+
+    go.run_dir = run_dir
+    return go
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_and_its_newest_batch(resume):
+    """The sampler state is that of the newest batch, also if it is older than the checkpoint."""
+    states = [batch.info["sampler"] for batch in all_batches(resume.run_dir)]
+    assert resume() == (2, 4, states[3])
+    for n in (3, 2):
+        batch_file(resume.run_dir, n).unlink()
+    assert resume() == (2, 2, states[1])
+
+
+def test_batches_that_are_missing_or_damaged_are_named(resume):
+    """Those after a gap were sampled by versions that are far behind those that would train on them."""
+    batch_file(resume.run_dir, 2).rename(resume.run_dir / "kept")
+    with pytest.raises(
+        RunError, match=r"the newest batch is .*step_000003.safetensors, not .*step_000001.safetensors: one is missing"
+    ) as e:
+        resume()
+    assert e.value.code == 6
+    batch_file(resume.run_dir, 2).write_text("not a batch")
+    batch_file(resume.run_dir, 3).unlink()
+    with pytest.raises(RunError, match=r"step_000002.safetensors is damaged .*Remove it") as e:
+        resume()
+    assert e.value.code == 6
+
+
+def test_batches_of_another_configuration_are_refused(resume):
+    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
+        resume("seed=3")
+    assert e.value.code == 2
+
+
+def test_evaluations_of_weights_that_do_not_come_again_are_dropped(resume):
+    """With another learning rate those of versions after the checkpoint; with the same configuration none."""
+    assert resume()[:2] == (2, 4)
+    assert [e["step"] for e in lines(resume.run_dir / "eval.jsonl")] == [0, 1, 2, 3, 4]
+    assert resume("trainer.learning_rate=0.5")[:2] == (2, 4)
+    assert [e["step"] for e in lines(resume.run_dir / "eval.jsonl")] == [0, 1, 2]
+
+
+def test_sampler_state_of_an_older_version_is_read(resume):
+    """Its batch files call it the ledger."""
+    path = batch_file(resume.run_dir, 3)
+    batch = load_batch(path)
+    info = {"ledger" if key == "sampler" else key: value for key, value in batch.info.items()}
+    save_batch(path, [{"tokens": [1, 2], "mask": [0, 1], "old_logp": [0.0, -1.0], "turn": [0, 0]}], info)
+    assert resume() == (2, 4, batch.info["sampler"])
+
+
+# --- the whole of launch.sh, with a fake server -----------------------------------------------------------------------
+
+
+def slow_cispo(micro, logp_N, entropy_N):
+    """A loss that makes a step last a second."""
+    time.sleep(1.0)
+    return trainer.cispo(micro, logp_N, entropy_N)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_overlap(launched):
+    """Generate and train take a second each; a step takes less than three quarters of their sum."""
+    slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
+    _, run_dir = launched(6, NOISE, *slow, FAKE='{"generate_s": 1.0}')
+    shares = [m["time/step_s"] / (1.0 + m["time/train_s"]) for m in lines(run_dir / "metrics.jsonl")[2:]]
+    assert min(shares) < 0.75, shares  # without overlap it is 1 in every step; load makes single steps longer
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["full", "adapters"])  # test_vllm.py has them as well
+def test_a_whole_run_in_16_bits(how, launched):
+    """Every version within the canary's limit, rollouts up to two versions old; adapters go on from a checkpoint."""
+    overrides = ("trainer.dtype=bf16", f"trainer.use_lora={str(how == 'adapters').lower()}", "checkpoint.every=2")
+    more = ("orchestrator.max_staleness=2", "eval.every=2", "trainer.gradient_checkpointing=true")
+    for steps in (2, 4) if how == "adapters" else (4,):
+        done, run_dir = launched(steps, NOISE, *overrides, *more)
+    metrics = lines(run_dir / "metrics.jsonl")
+    assert [m["step"] for m in metrics] == list(range(4)), done.stdout + done.stderr
+    assert all(m["sync/dlogp_mean"] < 0.05 and m["policy/kl_sampler"] < 0.01 for m in metrics)
+    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 2, 4]
+    name = "adapter_model" if how == "adapters" else "model"
+    assert (run_dir / "final" / f"{name}.safetensors").is_file() and not (run_dir / "adapters").exists()
+
+
+@pytest.mark.slow
+def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
+    """inference.sleep: awake for sampling and for weights, asleep for each step, also while an evaluation goes on."""
+    sleeping = ("inference.sleep=true", "orchestrator.max_staleness=0", "eval.every=1", "eval.hold_s=0.01")
+    fake = json.dumps({"control": str(tmp_path / "control"), "generate_s": 0.1, "slow": [7, 1.0]})
+    done, run_dir = launched(3, NOISE, *sleeping, FAKE=fake)
+    first, *steps = (tmp_path / "control").read_text().split("/sleep")
+    assert first.split() == ["join_weight_group", "receive_weights"]
+    assert [step.split() for step in steps] == [["/wake_up", "receive_weights"]] * 3
+    assert [e["step"] for e in lines(run_dir / "eval.jsonl")][-1] == 3 and "warning" not in done.stdout
+    assert all(e["errors"] == 0 for e in lines(run_dir / "eval.jsonl"))
+    with pytest.raises(RunError, match="inference.sleep' = True: must be left out with orchestrator.max_staleness = 1"):
+        make_cfg("inference.sleep=true")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_servers_that_run_elsewhere(launched, fake_servers):
+    """inference.urls: launch.sh starts no server; the run has the server's name."""
+    url = fake_servers()
+    httpx.post(f"{url}/fake", json={})
+    _, run_dir = launched(2, NOISE, f'inference.urls=["{url}"]', ROLEMODEL_RUN_ID="run")
+    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == [0, 1]
+    assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
+
+
+def test_a_server_of_another_run_is_refused(make_cfg, fake_servers, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLEMODEL_RUN_ID", "mine")
+    with pytest.raises(RunError, match="a server of another run answers: .* serves 'run', not 'mine'") as e:
+        cfg = make_cfg(f'inference.urls=["{fake_servers()}"]')
+        trainer.WeightSender(cfg, tmp_path, torch.device("cpu")).connect()
+    assert e.value.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_user_code_that_never_returns_does_not_keep_the_run(launched):
+    """One reward in five sleeps for ever in its thread: its rollouts time out, and the run ends when it is done."""
+    started = time.monotonic()
+    _, run_dir = launched(2, '{ kind = "stuck" }', "orchestrator.generation_timeout=2")
+    assert any(r["error"].startswith("TimeoutError") for r in lines(run_dir / "rollouts.jsonl"))
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_run_that_cannot_learn_exits_4(launched):
+    done, run_dir = launched(3, '{ kind = "constant" }', check=False)
+    assert done.returncode == 4 and "last: flat" in done.stderr.splitlines()[-1]
+    assert str(run_dir / "logs" / "orchestrator.log") in done.stderr.splitlines()[-1]

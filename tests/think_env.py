@@ -155,7 +155,8 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
         case "tools":
             return ToolEnv(rows, [double], rubric=Rubric([noise]))
         case "text":
-            return SingleTurnEnv([{"prompt": row["question"]} for row in rows], rubric=Rubric([text_letters]))
+            texts = [{"prompt": row["question"]} for row in rows]
+            return SingleTurnEnv(texts, texts[:3], rubric=Rubric([text_letters]))
         case "letter":
             return SingleTurnEnv(rows, rows[:8], rubric=Rubric([long_answer]))
         case "constant":
