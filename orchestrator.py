@@ -18,7 +18,6 @@ import gc
 import itertools
 import json
 import os
-import re
 import time
 import traceback
 from collections import Counter, deque, namedtuple
@@ -63,24 +62,6 @@ class Client:
             if self.file.exists():
                 self.version = int(self.file.read_text())
             await asyncio.sleep(0.02)
-
-    async def show_life(self):
-        """A long rollout makes progress as long as the servers' counters of sampled tokens rise."""
-        before = []
-        while True:
-            await asyncio.sleep(2)
-            counts = []
-            for url in self.cfg.inference.urls:
-                try:
-                    async with self.session.get(f"{url}/metrics", timeout=aiohttp.ClientTimeout(2)) as reply:
-                        counts += re.findall(
-                            r"^vllm:generation_tokens_total.* (\S+)$", await reply.text(), re.MULTILINE
-                        )
-                except (TimeoutError, aiohttp.ClientError):
-                    continue
-            if counts != before:
-                heartbeat()
-            before = counts
 
     async def post(self, server, path, body):
         """The reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache. A lost
@@ -234,7 +215,6 @@ async def run_rollout(env, row, ask, step, cfg):
         is_right = len(reply.ids) == len(reply.logps) and all(-1e4 < logp < 1e-3 for logp in reply.logps)
         lowest = min(reply.logps, default=0)
         ensure(is_right, f"server sent {len(reply.ids)} ids and {len(reply.logps)} logprobs, lowest {lowest}")
-        heartbeat()
         extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, r.num_turns, agent, trainable)
         r.versions += reply.versions
         r.num_turns += 1
@@ -259,6 +239,7 @@ async def run_rollout(env, row, ask, step, cfg):
         r.turn_rewards = r.state.get("turn_rewards")
 
     await guard([r], play(), o.generation_timeout)
+    heartbeat()  # a rollout ends sooner than the watchdog, so while any is under way there is one in time
     if r.truncated and o.mask_truncated_completions:
         for sequence in r.sequences:
             sequence["mask"] = np.zeros_like(sequence["mask"])
@@ -633,8 +614,7 @@ async def run(cfg):
     dealt = itertools.islice(deal({env.name: env.ratio for env in cfg.env}), start * num_groups, None)
     batch = []
     async with asyncio.TaskGroup() as tasks:
-        life = tasks.create_task(client.show_life())
-        tasks.create_task(client.until(cfg.run.max_steps)).add_done_callback(lambda _: life.cancel())
+        tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date
         for n in range(step, cfg.run.max_steps + 1):  # a batch may exist while its evaluation is missing
             evaluations = []
             if cfg.eval.every and (n % cfg.eval.every == 0 or n == cfg.run.max_steps):
