@@ -1,7 +1,8 @@
-"""python tools/bench.py [--quick] [part ...] -> a table, and outputs/bench.json. Parts: tests/bench/PART.py.
+"""Measures the parts of the trainer: python tools/bench.py [--quick] [part ...]. Parts are tests/bench/PART.py.
 
-Each part runs by itself and measures against its limit or a peer in the same run; a row is a ratio or a median. At most
-25 minutes on 2 cores, --quick 3. TRL is installed under .cache/peers on first use, beside the torch that is there."""
+It prints a table and writes outputs/bench.json. Each part runs by itself and is measured against its limit, or against
+a peer in the same run; a row is a ratio or a median. It takes at most 25 minutes on 2 cores, with --quick 3. TRL is
+installed under .cache/peers on first use and runs on the torch that is installed already."""
 
 import argparse
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = ("step", "gpu", "broadcast", "orchestrate", "overlap", "whole", "growth")
 WITH_PEERS = {"step", "whole"}
-PEERS = ("trl==1.16.0", "accelerate==1.15.0")  # without what they depend on: that is there already
+PEERS = ("trl==1.16.0", "accelerate==1.15.0")  # without their dependencies, which are installed already
 
 
 def install_peers():
@@ -26,33 +27,52 @@ def install_peers():
         subprocess.run(command, check=True, timeout=600)
 
 
+def note(text, is_met=None):
+    """A row without a number."""
+    return {"measure": text, "value": None, "unit": "", "target": "", "met": is_met}
+
+
 def run(part, quick):
-    """-> rows, seconds. A part that fails is a row, too."""
+    """Returns the rows of a part, and the seconds that it took. A failure is a row as well."""
     began = time.monotonic()
-    command = [sys.executable, str(ROOT / "tests" / "bench" / f"{part}.py"), *(["--quick"] if quick else [])]
+    command = [sys.executable, str(ROOT / "tests" / "bench" / f"{part}.py")]
+    if quick:
+        command.append("--quick")
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "GLOO_SOCKET_IFNAME": "lo"}
-    env |= {} if part == "gpu" else {"CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
-    )
+    if part != "gpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=env, start_new_session=True, **pipes)
     try:
-        said, errors = process.communicate(timeout=1500)
+        output, errors = process.communicate(timeout=1500)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)  # launch.sh ends what it started
-        said, errors = process.communicate(timeout=60)
+        os.killpg(process.pid, signal.SIGTERM)  # the launcher ends what it started
+        output, errors = process.communicate(timeout=60)
     if process.returncode:
         print(errors[-3000:], file=sys.stderr)
-        rows = [{"measure": f"{part} failed", "value": None, "unit": "", "target": "", "met": False}]
+        rows = [note(f"{part} failed", False)]
     else:
-        rows = json.loads(said.splitlines()[-1])
+        rows = json.loads(output.splitlines()[-1])
     return rows, time.monotonic() - began
 
 
-def show(rows):
-    for r in rows:
-        value = "" if r["value"] is None else f"{r['value']:,.0f}" if r["value"] >= 100 else f"{r['value']:.3g}"
-        verdict = {None: "", True: f"{r['target']}: yes", False: f"{r['target']}: NO"}[r["met"]]
-        print(f"| {r['measure']:<84} | {value:>8} {r['unit']:<10} | {verdict:<12} |", flush=True)
+def show(row):
+    value = row["value"]
+    text = ""
+    if value is not None:
+        text = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    verdict = ""
+    if row["met"] is not None:
+        verdict = f"{row['target']}: {'yes' if row['met'] else 'NO'}"
+    print(f"| {row['measure']:<84} | {text:>8} {row['unit']:<10} | {verdict:<12} |", flush=True)
+
+
+def name_of_machine():
+    name = platform.processor()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":")[1].strip()
+    return f"{os.cpu_count()} cores, {name}"
 
 
 def main():
@@ -61,22 +81,26 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "bench.json")
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
     args = parser.parse_args()
-    if unknown := set(args.parts) - set(PARTS):
-        parser.error(f"no such part: {sorted(unknown)}; there are {PARTS}")
-    if WITH_PEERS & set(args.parts or PARTS):
+    unknown = sorted(set(args.parts) - set(PARTS))
+    if unknown:
+        parser.error(f"no such part: {unknown}; the parts are {PARTS}")
+    chosen = args.parts or PARTS
+    if WITH_PEERS & set(chosen):
         install_peers()
-    model = next((x.split(":")[1].strip() for x in open("/proc/cpuinfo") if x.startswith("model name")), "")
-    results = {"machine": f"{os.cpu_count()} cores, {model or platform.processor()}", "quick": args.quick, "parts": {}}
-    for part in args.parts or PARTS:
+    results = {"machine": name_of_machine(), "quick": args.quick, "parts": {}}
+    total = 0.0
+    has_failed = False
+    for part in chosen:
         rows, seconds = run(part, args.quick)
         results["parts"][part] = {"rows": rows, "seconds": seconds}
-        show(
-            rows or [{"measure": f"{part}: not measured, no GPU", "value": None, "unit": "", "target": "", "met": None}]
-        )
+        for row in rows or [note(f"{part}: not measured, no GPU")]:
+            show(row)
+            has_failed = has_failed or "failed" in row["measure"]
+        total += seconds
     args.out.parent.mkdir(exist_ok=True)
     args.out.write_text(json.dumps(results, indent=1))
-    print(f"{results['machine']}; {sum(p['seconds'] for p in results['parts'].values()):.0f} s; {args.out}")
-    sys.exit(any("failed" in r["measure"] for p in results["parts"].values() for r in p["rows"]))
+    print(f"{results['machine']}; {total:.0f} s; {args.out}")
+    sys.exit(has_failed)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Beside a run: evaluate a model before anything is trained, make data with it, turn data into batches.
+"""Evaluates a model before anything is trained, generates data with it, and makes batches from data.
 
     python tools/evaluate.py config.toml --eval [--base-url URL] [--model NAME] [--n 50] [--rollouts-per-example 4]
     python tools/evaluate.py config.toml --generate 1000 out.jsonl [--base-url URL] [--model NAME]
     python tools/evaluate.py config.toml --offline out.jsonl [--min-reward 0.5]
+    python tools/evaluate.py config.toml --demonstrations out.jsonl [--min-reward 0.5]
 
-Any OpenAI-compatible endpoint will do; the key comes from OPENAI_API_KEY. --offline needs no server: lines with prompt,
-completion and reward become batch files for trainer.py --replay, with trainer.loss=sft as demonstrations."""
+Any OpenAI-compatible endpoint will do; the key comes from OPENAI_API_KEY. The last two need no server. They turn lines
+with a prompt and a completion into batch files for trainer.py --replay: --offline for reinforcement learning from the
+lines' rewards, --demonstrations for imitation of each completion."""
 
 import argparse
 import asyncio
@@ -21,30 +23,38 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
-from configs import RunError, require
+from configs.runtime.directory import identity, run_directory
+from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
 from env import load_environment, load_rows
-from orchestrator import eval_metrics, means, run_group, save_batch
+from orchestrator import Reply, eval_metrics, means, run_group, save_batch
 from tools.plot import wilson
-from tools.show import eval_statistics, with_interval
+from tools.show import eval_statistics, from_root, with_interval
+
+SOLVED = 1 - 1e-6  # in floats 0.7 + 0.2 + 0.1 is below 1
 
 
-def arguments(argv):
+def parse_arguments(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--eval", action="store_true", help="on the eval split, or the dataset where there is none")
+    what.add_argument("--eval", action="store_true", help="on the eval split, or on the dataset if there is none")
     what.add_argument("--generate", nargs=2, metavar=("N", "OUT"), help="N rollouts of the dataset as JSON Lines")
-    what.add_argument("--offline", type=Path, metavar="FILE", help="JSON Lines -> batch files")
-    parser.add_argument("--base-url", help="default: OPENAI_BASE_URL, else the server of the configuration")
+    what.add_argument("--offline", type=Path, metavar="FILE", help="JSON Lines with rewards -> batch files")
+    what.add_argument("--demonstrations", type=Path, metavar="FILE", help="JSON Lines to imitate -> batch files")
+    parser.add_argument("--base-url", help="default: OPENAI_BASE_URL, or the server of the configuration")
     parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--n", type=int, help="examples; default: eval.num_examples, else all")
+    parser.add_argument("--n", type=int, help="examples; default: eval.num_examples, or all")
     parser.add_argument("--rollouts-per-example", type=int, help="k; default: eval's, or with --generate training's")
-    parser.add_argument("--out", type=Path, help="with --eval: the rollouts as JSON Lines")
-    parser.add_argument("--min-reward", type=float, default=-math.inf, help="--offline leaves lines below it out")
+    parser.add_argument("--out", type=Path, help="with --eval: write the rollouts as JSON Lines")
+    parser.add_argument("--min-reward", type=float, default=-math.inf, help="leave out lines with a lower reward")
     args = parser.parse_intermixed_args(argv)
-    if args.generate and not (args.generate[0].isdecimal() and int(args.generate[0])):
-        parser.error(f"--generate N OUT: N must be a number above 0, not {args.generate[0]!r}")
+    args.num = 0
+    if args.generate:
+        count, args.out = args.generate
+        if not count.isdecimal() or int(count) == 0:
+            parser.error(f"--generate N OUT: N must be a number above 0, not {count!r}")
+        args.num = int(count)
     return args, configs.load_config(args.config, args.overrides)
 
 
@@ -52,255 +62,365 @@ def arguments(argv):
 
 
 async def connect(args, cfg):
-    """-> client, the model's name."""
+    """Returns a client and the model's name."""
     import openai
 
-    urls = cfg.inference.urls or [f"http://127.0.0.1:{cfg.inference.port}"] * (cfg.inference.port > 0)
+    urls = cfg.inference.urls
+    if not urls and cfg.inference.port:
+        urls = [f"http://127.0.0.1:{cfg.inference.port}"]
     url = args.base_url or os.environ.get("OPENAI_BASE_URL") or (f"{urls[0]}/v1" if urls else "")
-    if not url:
-        raise RunError(2, "where is the server? Give --base-url, OPENAI_BASE_URL, inference.urls or inference.port")
-    key, timeout = os.environ.get("OPENAI_API_KEY", "none"), cfg.orchestrator.generation_timeout
-    client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=5, timeout=timeout)
+    hint = "where is the server? Give --base-url, OPENAI_BASE_URL, inference.urls or inference.port"
+    require(url, CONFIG, hint)
+    options = {"base_url": url, "api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": 5}
+    client = openai.AsyncOpenAI(timeout=cfg.orchestrator.generation_timeout, **options)
+    if args.model:
+        return client, args.model
     try:
-        return client, args.model or (await client.models.list()).data[0].id
+        models = await client.models.list()
+        return client, models.data[0].id
     except (openai.OpenAIError, IndexError) as e:
-        raise RunError(2, f"{url} does not list a model ({type(e).__name__}: {e}): give another --base-url") from None
+        what = f"{url} does not list a model ({type(e).__name__}: {e}): give another --base-url"
+        raise RunError(CONFIG, what) from None
 
 
-def bind(client, model, sampling):
-    """-> ask(prompt, n, tools) for orchestrator.run_group, with nothing in the request that only vLLM knows, and so
-    without token ids: one request per completion, since not every server knows n."""
+def message_of(choice):
+    """The message of a chat completion, with the fields that the next prompt must repeat."""
+    reply = choice.message
+    message = {"role": "assistant", "content": reply.content or ""}
+    for key in ("reasoning", "reasoning_content"):
+        text = getattr(reply, key, None)
+        if text:
+            message["reasoning"] = text
+    if reply.tool_calls:
+        message["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
+    return message
 
-    async def one(prompt, tools):
+
+def make_ask(client, model, sampling):
+    """Returns what run_group calls in place of orchestrator.sample. Its requests have nothing that only vLLM knows, so
+    replies come without token ids."""
+
+    async def ask(prompt, tools=None, user=""):
         if isinstance(prompt, str):
             reply = await client.completions.create(model=model, prompt=prompt, **sampling)
-            choice = reply.choices[0]
-            return choice.text, [], [], [], choice.finish_reason, [0, 0]
-        more = {"tools": tools} if tools else {}
-        reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
-        choice = reply.choices[0]
-        message = {"role": "assistant", "content": choice.message.content or ""}
-        for key in ("reasoning", "reasoning_content"):
-            if text := getattr(choice.message, key, None):
-                message["reasoning"] = text
-        if choice.message.tool_calls:
-            message["tool_calls"] = [call.model_dump() for call in choice.message.tool_calls]
-        return message, [], [], [], choice.finish_reason, [0, 0]
-
-    async def ask(prompt, n, tools=None):
-        return await asyncio.gather(*(one(prompt, tools) for _ in range(n)))
+            message = reply.choices[0].text
+        else:
+            more = {"tools": tools} if tools else {}
+            reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
+            message = message_of(reply.choices[0])
+        return Reply(message, [], [], [], reply.choices[0].finish_reason, [0, 0])
 
     return ask
 
 
 def sampling_of(cfg, is_training):
-    """What goes into each request: of training for --generate, of eval for --eval."""
-    s, e = cfg.sampling, cfg.eval
-    sampling = {"temperature": s.temperature if is_training else e.temperature}
-    sampling["max_tokens"] = s.max_tokens if is_training else e.max_tokens or s.max_tokens
-    if s.stop:
-        sampling["stop"] = s.stop
-    sampling["top_p"] = s.top_p  # else vLLM takes the one of the model's generation_config.json
-    if s.chat_template_kwargs:  # not every server knows it, but then what is asked for is not to be had
-        sampling["extra_body"] = {"chat_template_kwargs": s.chat_template_kwargs}
+    """The sampling in each request: training's for --generate, eval's for --eval."""
+    sampling = {"temperature": cfg.eval.temperature, "max_tokens": cfg.eval.max_tokens or cfg.sampling.max_tokens}
+    if is_training:
+        sampling = {"temperature": cfg.sampling.temperature, "max_tokens": cfg.sampling.max_tokens}
+    sampling["top_p"] = cfg.sampling.top_p  # without it vLLM takes that of the model's generation_config.json
+    if cfg.sampling.stop:
+        sampling["stop"] = cfg.sampling.stop
+    if cfg.sampling.chat_template_kwargs:  # a server that does not know it cannot do what was asked for
+        sampling["extra_body"] = {"chat_template_kwargs": cfg.sampling.chat_template_kwargs}
     return sampling
 
 
 async def roll_out(env, rows, k, ask, cfg, on_group):
-    """k rollouts of each row -> groups in the order of rows; on_group(i, group) as each is done."""
-    slots = asyncio.Semaphore(max(1, cfg.orchestrator.max_concurrent // k))
+    """k rollouts of each row. Returns the groups in the order of the rows; calls on_group(i, group) as each ends."""
+    places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
 
     async def one(i, row):
-        group = await run_group(env, row, k, ask, 0, cfg, slots)
+        group = await run_group(env, row, k, ask, 0, cfg, places)
         on_group(i, group)
         return group
 
     return await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))
 
 
-def as_line(name, i, j, rollout):
-    line = {"env": name, "example": i, "rollout": j, "tools": rollout.state["tools"]}
-    line |= {key: rollout.state[key] for key in ("prompt", "completion", "answer", "info")}
-    return line | {
-        key: getattr(rollout, key) for key in "reward turn_rewards num_turns metrics truncated error".split()
-    }
+def as_line(name, example, i, rollout):
+    line = {"env": name, "example": example, "rollout": i}
+    for key in ("tools", "prompt", "completion", "answer", "info"):
+        line[key] = rollout.state[key]
+    for key in ("reward", "turn_rewards", "num_turns", "metrics", "truncated", "error"):
+        line[key] = getattr(rollout, key)
+    return line
+
+
+def rows_of(env, spec, args, k, cfg):
+    """The rows to roll out: the evaluation's, or with --generate enough for the environment's share of N rollouts."""
+    if not args.num:
+        rows = env.eval_dataset or env.dataset
+        return rows[: args.n or cfg.eval.num_examples or None]
+    share = spec.ratio / sum(other.ratio for other in cfg.env)
+    num = math.ceil(args.num / k * share)
+    return [env.dataset[i % len(env.dataset)] for i in range(num)]
 
 
 async def run(args, cfg):
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for blocking user code
-    (client, model), num = await connect(args, cfg), int(args.generate[0]) if args.generate else 0
-    k = args.rollouts_per_example or (cfg.orchestrator if num else cfg.eval).rollouts_per_example
-    ask = bind(client, model, sampling_of(cfg, num > 0))
-    out = open(args.generate[1] if num else args.out or os.devnull, "w")
-    for spec in cfg.env:
-        env = load_environment(spec.id, spec.args)
-        if num:
-            share = math.ceil(num / k * spec.ratio / sum(s.ratio for s in cfg.env))
-            rows = [env.dataset[i % len(env.dataset)] for i in range(share)]
-        else:
-            rows = (env.eval_dataset or env.dataset)[: args.n or cfg.eval.num_examples or None]
+    """Rolls out every environment, writes the rollouts and prints what they say."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code that blocks
+    client, model = await connect(args, cfg)
+    is_training = args.num > 0
+    k = args.rollouts_per_example
+    if not k:
+        k = cfg.orchestrator.rollouts_per_example if is_training else cfg.eval.rollouts_per_example
+    ask = make_ask(client, model, sampling_of(cfg, is_training))
+    with open(args.out or os.devnull, "w") as out:
+        for spec in cfg.env:
 
-        def write(i, group, name=spec.name):
-            for j, rollout in enumerate(group):
-                out.write(json.dumps(as_line(name, i, j, rollout), default=str) + "\n")
-            out.flush()
+            def write(example, group, name=spec.name):
+                for i, rollout in enumerate(group):
+                    line = as_line(name, example, i, rollout)
+                    out.write(json.dumps(line, default=str) + "\n")
+                out.flush()
 
-        started = time.monotonic()
-        print(f"{spec.name}: {len(rows)} examples x {k} rollouts, {model} at {client.base_url}", flush=True)
-        groups = await roll_out(env, rows, k, ask, cfg, write)
-        report(spec.name, groups, k, time.monotonic() - started)
-    if num:
-        print(f"wrote {args.generate[1]}")
+            env = load_environment(spec.id, spec.args)
+            rows = rows_of(env, spec, args, k, cfg)
+            started = time.monotonic()
+            print(f"{spec.name}: {len(rows)} examples x {k} rollouts, {model} at {client.base_url}", flush=True)
+            groups = await roll_out(env, rows, k, ask, cfg, write)
+            print_report(spec.name, groups, k, time.monotonic() - started)
+    if is_training:
+        print(f"wrote {args.out}")
 
 
-# --- what it means ----------------------------------------------------------------------------------------------------
+# --- what the rollouts say --------------------------------------------------------------------------------------------
 
 
 def pass_at(k, groups):
-    """Unbiased: the chance that k of an example's n rollouts, drawn without replacement, hold one with reward >= 1
-    (2107.03374) -> mean over examples with k rollouts or more, their number."""
+    """The chance that k of an example's n rollouts, drawn without replacement, hold one with a reward of 1 or more: the
+    unbiased estimate (2107.03374). Returns its mean over the examples with k rollouts or more, and their number."""
     chances = []
     for rewards in groups:
-        n, c = len(rewards), sum(r > 1 - 1e-6 for r in rewards)
+        n = len(rewards)
+        num_solved = sum(reward > SOLVED for reward in rewards)
         if n >= k:
-            chances.append(1 - math.comb(n - c, k) / math.comb(n, k))
-    return sum(chances) / len(chances) if chances else math.nan, len(chances)
+            chances.append(1 - math.comb(n - num_solved, k) / math.comb(n, k))
+    mean = sum(chances) / len(chances) if chances else math.nan
+    return mean, len(chances)
 
 
-def report(name, groups, k, seconds):
-    errors = Counter(r.error for group in groups for r in group if r.error)
-    scored = [rewards for group in groups if (rewards := [r.reward for r in group if r.reward is not None])]
-    if not scored:
-        raise RunError(4, f"{name}: every rollout failed: {dict(errors)}")
-    m, num = eval_metrics(groups), sum(map(len, scored))
-    value = with_interval(m["reward/mean"], eval_statistics(m["rows"])["ci95"])
+def print_report(name, groups, k, seconds):
+    rollouts = sum(groups, [])
+    errors = Counter(r.error for r in rollouts if r.error)
+    scored = []
+    for group in groups:
+        rewards = [r.reward for r in group if r.reward is not None]
+        if rewards:
+            scored.append(rewards)
+    require(scored, DATA, f"{name}: every rollout failed: {dict(errors)}")
+    metrics = eval_metrics(groups)
+    value = with_interval(metrics["reward/mean"], eval_statistics(metrics["rows"])["ci95"])
     print(f"  avg@{k} {value} (95 %, over {len(scored)} examples)")
-    for size in sorted({1, k} | {2**i for i in range(k.bit_length()) if 2**i < k}):
-        p, n = pass_at(size, scored)
+    powers = {2**i for i in range(k.bit_length())}
+    for size in sorted(powers | {k}):
+        share, n = pass_at(size, scored)
         if n:
-            low, high = wilson(p, n)
-            print(f"  pass@{size} {p:.3f} (95 %: {low:.3f} to {high:.3f})")
+            low, high = wilson(share, n)
+            print(f"  pass@{size} {share:.3f} (95 %: {low:.3f} to {high:.3f})")
         else:
             print(f"  pass@{size}: no example has {size} scored rollouts")
-    functions = means([r.metrics for group in groups for r in group])
+    functions = means([r.metrics for r in rollouts])
     print("  " + ", ".join(f"{key} {value:.3f}" for key, value in functions.items()))
-    print(f"  truncated {m['truncated']:.3f}, lost to errors {errors.total()}{f' {dict(errors)}' if errors else ''}, "
-          f"{seconds:.0f} s")  # fmt: skip
+    causes = f" {dict(errors)}" if errors else ""
+    print(f"  truncated {metrics['truncated']:.3f}, lost to errors {errors.total()}{causes}, {seconds:.0f} s")
+    advice = advise(scored, metrics, k)
+    if advice:
+        print(f"  {advice}")
+
+
+def advise(scored, metrics, k):
+    """Whether the task is one to learn from; "" if that cannot be said. scored: the rewards of each example."""
+    num = sum(map(len, scored))
     varied = sum(len(set(rewards)) > 1 for rewards in scored) / len(scored)
     if num >= 10 and max(map(max, scored)) <= 0:
-        print(f"  too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model.")
-    elif num >= 10 and m["pass@k"] == 0:
-        print(f"  too hard, if a reward of 1 is to be had: none in {num} attempts.")
-    elif m["reward/mean"] >= 0.8:
-        print("  too easy: 0.8 and more is left little to learn. Take harder rows.")
-    elif k > 1:
-        print(f"  {varied:.0%} of the examples have rewards that differ; only these teach.")
+        return f"too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model."
+    if num >= 10 and metrics["pass@k"] == 0:
+        return f"too hard, if a reward of 1 can be reached: none in {num} attempts."
+    if metrics["reward/mean"] >= 0.8:
+        return "too easy: above 0.8 little is left to learn. Take harder rows."
+    if k > 1:
+        return f"{varied:.0%} of the examples have rewards that differ; only these teach."
+    return ""
 
 
-# --- texts of other people, or of --generate, as batches --------------------------------------------------------------
+# --- batches from other people's text, or from --generate -------------------------------------------------------------
 
 
-def to_samples(line, tokenizer, cfg):
-    """One conversation -> samples; text prompts (base models) are continued by text."""
+def to_sequences(line, tokenizer, cfg):
+    """Returns the training sequences of one conversation. For a base model, prompt and completion are text."""
     from configs.models.toy import tokenize_conversation
 
     if not isinstance(line["prompt"], str):
-        messages, more = line["prompt"] + line["completion"], cfg.sampling.chat_template_kwargs
-        return tokenize_conversation(tokenizer, messages, line.get("tools"), len(line["prompt"]), **more)
-    prompt, answer = tokenizer.encode(line["prompt"]), tokenizer.encode("".join(line["completion"]))
-    answer = [t for t in answer if t != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
-    return [{
+        messages = line["prompt"] + line["completion"]
+        first = len(line["prompt"])  # answers in the prompt are not the policy's
+        return tokenize_conversation(tokenizer, messages, line.get("tools"), first, **cfg.sampling.chat_template_kwargs)
+    prompt = tokenizer.encode(line["prompt"])
+    answer = tokenizer.encode("".join(line["completion"]))
+    answer = [token for token in answer if token != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
+    sequence = {
         "tokens": prompt + answer,
         "mask": [0] * len(prompt) + [1] * len(answer),
-        "old_logp": [0.0] * len(prompt) + [math.nan] * len(answer),  # nobody knows
+        "old_logp": [0.0] * len(prompt) + [math.nan] * len(answer),  # nobody knows it
         "turn": [0] * (len(prompt) + len(answer)),
-    }]  # fmt: skip
+    }
+    return [sequence]
 
 
 def check_line(line, where):
-    """RunError 4 names what is wrong with it."""
-    prompt, completion, reward = (line.get(key) for key in ("prompt", "completion", "reward"))
-    require(prompt, 4, f"{where} has no prompt: {str(line)[:200]}")
-    require(completion, 4, f"{where} has no completion: {str(line)[:200]}")
-    kind, what = (str, "text, as its prompt is") if isinstance(prompt, str) else (dict, "messages, as its prompt has")
+    """Raises RunError with DATA, which says what is wrong with a line."""
+    prompt = line.get("prompt")
+    completion = line.get("completion")
+    reward = line.get("reward")
+    require(prompt, DATA, f"{where} has no prompt: {str(line)[:200]}")
+    require(completion, DATA, f"{where} has no completion: {str(line)[:200]}")
     parts = [completion] if isinstance(completion, str) else completion
-    is_kind = isinstance(parts, list) and all(isinstance(x, kind) and (kind is str or "role" in x) for x in parts)
-    require(is_kind, 4, f"{where}: its completion must be {what}, not {str(completion)[:200]!r}")
+    if isinstance(prompt, str):
+        what = "text, like its prompt"
+        is_right = isinstance(parts, list) and all(isinstance(part, str) for part in parts)
+    else:
+        what = "messages, like its prompt"
+        is_right = isinstance(parts, list) and all(isinstance(part, dict) and "role" in part for part in parts)
+    require(is_right, DATA, f"{where}: its completion must be {what}, not {str(completion)[:200]!r}")
     is_number = reward is None or (isinstance(reward, int | float) and math.isfinite(reward))
-    require(is_number, 4, f"{where}: reward = {reward!r} must be a finite number")
+    require(is_number, DATA, f"{where}: reward = {reward!r} must be a finite number")
 
 
-def read_groups(path, min_reward, cfg):
-    """-> [[line, ...], ...]: the lines of an example, with samples; without those that nothing can be learned from,
-    which are counted by why."""
+def load_tokenizer(cfg):
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
     if cfg.run.chat_template:
         tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
-    is_sft, groups, dropped = cfg.trainer.loss == "sft", {}, Counter()
+    return tokenizer
+
+
+def as_rollout(line, tokenizer, cfg):
+    """A line with its sequences and the number of its turns, and its reward as training would have it.
+
+    Nobody knows where a truncated completion was cut, and it never said its end: it only shapes the baseline."""
+    sequences = to_sequences(line, tokenizer, cfg)
+    turns = set()
+    for s in sequences:
+        turns.update(s["turn"])
+    line = line | {"sequences": sequences, "num_turns": len(turns)}
+    if line.get("truncated"):
+        for s in sequences:
+            s["mask"] = [0] * len(s["mask"])
+        if cfg.orchestrator.zero_truncated_completions and line.get("reward") is not None:
+            line |= {"reward": 0.0, "turn_rewards": None}
+    return line
+
+
+def why_left_out(rollout, min_reward, is_imitation, cfg):
+    """A word or two, or "" if there is something to learn from the rollout."""
+    reward = rollout.get("reward")
+    if reward is None and not is_imitation:
+        return "unscored"
+    if rollout.get("truncated") and is_imitation:
+        return "truncated"
+    if reward is not None and reward < min_reward:
+        return "below --min-reward"
+    longest = max(len(s["tokens"]) for s in rollout["sequences"])
+    return "longer than max_seq_len" if longest > cfg.run.max_seq_len else ""
+
+
+def is_flat(group, cfg):
+    """Whether nothing that an advantage depends on differs within a group."""
+    earned = set()
+    for rollout in group:
+        turns = rollout["num_turns"] if cfg.trainer.gamma < 1 else 0
+        earned.add((rollout["reward"], *(rollout.get("turn_rewards") or ()), turns))
+    return len(earned) == 1
+
+
+def read_groups(path, min_reward, is_imitation, cfg):
+    """Returns groups, each a list of the rollouts of one example, and how many lines were left out, by reason."""
+    tokenizer = load_tokenizer(cfg)
+    groups = {}
+    left_out = Counter()
     for i, line in enumerate(load_rows(path, str(path))):
-        if line.get("error"):  # of the rollout
-            dropped["failed"] += 1
+        if line.get("error"):
+            left_out["failed"] += 1
             continue
         check_line(line, f"{path}: line {i + 1}")
-        samples, reward = to_samples(line, tokenizer, cfg), line.get("reward")
-        if line.get("truncated"):  # where it was cut nobody knows; it was no end: it shapes the baseline only
-            samples = [s | {"mask": [0] * len(s["mask"])} for s in samples]
-            if cfg.orchestrator.zero_truncated_completions and reward is not None:
-                reward, line["turn_rewards"] = 0.0, None
-        if reward is None and not is_sft:
-            dropped["unscored"] += 1
-        elif line.get("truncated") and is_sft:
-            dropped["truncated"] += 1
-        elif reward is not None and reward < min_reward:
-            dropped["below --min-reward"] += 1
-        elif max(len(s["tokens"]) for s in samples) > cfg.run.max_seq_len:
-            dropped["longer than max_seq_len"] += 1
+        rollout = as_rollout(line, tokenizer, cfg)
+        why = why_left_out(rollout, min_reward, is_imitation, cfg)
+        if why:
+            left_out[why] += 1
+            continue
+        example = line.get("example", json.dumps(line["prompt"]))
+        groups.setdefault((line.get("env", ""), example), []).append(rollout)
+    kept = []
+    for group in groups.values():
+        if not is_imitation and is_flat(group, cfg):
+            left_out["flat"] += len(group)
         else:
-            key = line.get("env", ""), line.get("example", json.dumps(line["prompt"]))
-            num_turns = len({turn for s in samples for turn in s["turn"]})
-            more = {"num_turns": num_turns, "reward": reward or 0.0, "samples": samples}
-            groups.setdefault(key, []).append(line | more)
-    for key, group in [] if is_sft else list(groups.items()):
-        same = {(x["reward"], *(x.get("turn_rewards") or ()), x["num_turns"] * (cfg.trainer.gamma < 1)) for x in group}
-        dropped["flat"] += len(groups.pop(key)) if len(same) == 1 else 0
-    return list(groups.values()), dropped
+            kept.append(group)
+    return kept, left_out
 
 
-def write_offline(path, min_reward, cfg):
-    """JSON Lines with prompt, completion and reward -> batches in outputs/<run_name>-offline, their directory."""
-    groups, dropped = read_groups(path, min_reward, cfg)
-    place = configs.run_directory(cfg, "-offline") / "batches"
-    if any(place.iterdir()):
-        raise RunError(2, f"{place} holds batches: choose another run_name, or remove them")
-    n, samples, size = 0, [], 0
-    for g, group in enumerate(groups):
-        for i, line in enumerate(group):
-            about = {"env": line.get("env", ""), "example": line.get("example"), "group": g, "rollout": i}
-            about |= {"turn_rewards": line.get("turn_rewards"), "num_turns": line["num_turns"]}
-            about |= {"reward": line["reward"], "age": 0, "temperature": cfg.sampling.temperature}
-            samples += [about | s for s in line["samples"]]
-        size += len(group)
-        if size >= cfg.orchestrator.batch_size or g == len(groups) - 1:
-            info = {"run": configs.identity(cfg), "step": n, "offline": True, "rollouts": size}
-            info |= {"max_tokens": cfg.sampling.max_tokens}
-            save_batch(place / f"step_{n:06d}.safetensors", samples, info)
-            n, samples, size = n + 1, [], 0
-    print(f"{n} batches in {place}; left out: {dict(+dropped) or 'nothing'}")
-    if not n:
-        raise RunError(4, f"{path}: nothing to learn from: {dict(dropped)}")
+def to_batches(groups, size):
+    """Yields lists of (number, group) with at least `size` rollouts, but for the last."""
+    batch = []
+    num = 0
+    for numbered in enumerate(groups):
+        batch.append(numbered)
+        num += len(numbered[1])
+        if num >= size:
+            yield batch
+            batch = []
+            num = 0
+    if batch:
+        yield batch
+
+
+def sequences_of(batch, is_imitation, cfg):
+    """The training sequences of a batch. Demonstrations have weights `ce` instead of a `mask`, and no reward."""
+    from configs.models.toy import as_demonstration
+
+    sequences = []
+    for number, group in batch:
+        for i, rollout in enumerate(group):
+            about = {"env": rollout.get("env", ""), "example": rollout.get("example")}
+            about["temperature"] = cfg.sampling.temperature
+            if is_imitation:
+                sequences += [about | as_demonstration(s) for s in rollout["sequences"]]
+                continue
+            about |= {"group": number, "rollout": i, "staleness": 0}
+            for key in ("reward", "turn_rewards", "num_turns"):
+                about[key] = rollout.get(key)
+            sequences += [about | s for s in rollout["sequences"]]
+    return sequences
+
+
+def write_batches(path, min_reward, is_imitation, cfg):
+    """Writes JSON Lines as batches to outputs/<run_name>-offline or -demonstrations, and returns their directory."""
+    groups, left_out = read_groups(path, min_reward, is_imitation, cfg)
+    require(groups, DATA, f"{path}: nothing to learn from: {dict(left_out)}")
+    place = run_directory(cfg, "-demonstrations" if is_imitation else "-offline") / "batches"
+    is_empty = not any(place.iterdir())
+    require(is_empty, CONFIG, f"{place} holds batches: choose another run_name, or remove them")
+    num = 0
+    for batch in to_batches(groups, cfg.orchestrator.batch_size):
+        info = {"run": identity(cfg), "step": num, "offline": True, "max_tokens": cfg.sampling.max_tokens}
+        save_batch(place / f"step_{num:06d}.safetensors", sequences_of(batch, is_imitation, cfg), info)
+        num += 1
+    print(f"{num} batches in {place}; left out: {dict(left_out) or 'nothing'}")
     return place
 
 
 def main(argv):
-    args, cfg = arguments(argv)
-    if args.offline:
-        place = write_offline(args.offline, args.min_reward, cfg)
-        print(f"next: torchrun {shlex.join(['trainer.py', args.config, '--replay', str(place), *args.overrides])}")
-    else:
-        asyncio.new_event_loop().run_until_complete(run(args, cfg))  # not closed: user code may hang in threads
+    args, cfg = parse_arguments(argv)
+    file = args.offline or args.demonstrations
+    if not file:
+        asyncio.new_event_loop().run_until_complete(run(args, cfg))  # never closed: user code may hang in threads
+        return
+    place = write_batches(file, args.min_reward, args.offline is None, cfg)
+    command = [from_root(sys.executable), "trainer.py", args.config, "--replay", str(place), *args.overrides]
+    print(f"next: {shlex.join(command)}")
 
 
 if __name__ == "__main__":
-    configs.run_role("evaluate", main)
+    run_role("evaluate", "tools.evaluate")

