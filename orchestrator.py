@@ -33,12 +33,13 @@ from safetensors.numpy import save_file
 import configs
 from configs.runtime.directory import cut_lines, identity, refuse_other, run_directory
 from configs.runtime.role import CONFIG, DATA, STORAGE, RunError, heartbeat, report, require, run_role
-from env import Truncated, call, ensure, load_environment
+from env import Truncated, call, ensure, finite, load_environment
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 # What the server said to one request. versions: live when it was asked, and when it had answered.
 Reply = namedtuple("Reply", "message prompt_ids ids logps finish_reason versions")
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")
 
 
 class ServerError(Exception):
@@ -46,8 +47,8 @@ class ServerError(Exception):
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version; made in an event loop. It is aiohttp, since openai's client
-    takes longer than all else that the orchestrator does for a rollout."""
+    """vLLM behind its OpenAI endpoint, and the live version. It must be made in an event loop. openai's client would take
+    longer than everything else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -64,15 +65,15 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def post(self, server, path, body):
-        """The reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache. A lost
-        connection, 429 and 5xx are tried again after 0.5, 1 and 2 s. Raises Truncated if the context is full."""
+        """Returns the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache.
+        A lost connection, 429 and 5xx are tried again after 0.5, 1 and 2 s. Raises Truncated if the context is full."""
         url = self.cfg.inference.urls[server % len(self.cfg.inference.urls)] + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
                     status = reply.status
                     text = await reply.text()
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:  # a time-out is neither
+            except aiohttp.ClientError as e:
                 status = 503
                 text = repr(e)
             if status == 200:
@@ -91,9 +92,7 @@ async def sample(client, server, prompt, tools=None, version=None, user="", **ov
     live = client.version
     s = cfg.sampling._asdict() | override
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
-    body = {
-        key: s[key] for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")
-    }
+    body = {key: s[key] for key in SAMPLED}
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
@@ -115,7 +114,10 @@ async def sample(client, server, prompt, tools=None, version=None, user="", **ov
         message = {"content": ""} | {key: value for key, value in choice["message"].items() if value}
         prompt_ids = reply["prompt_token_ids"]
         logps = [token["logprob"] for token in choice["logprobs"]["content"]]
-    return Reply(message, prompt_ids, choice["token_ids"], logps, choice["finish_reason"], [live, client.version])
+    ids = choice["token_ids"]
+    is_right = len(ids) == len(logps) and all(-1e4 < logp < 1e-3 for logp in logps)
+    ensure(is_right, f"the server sent {len(ids)} ids with logprobs {logps}")
+    return Reply(message, prompt_ids, ids, logps, choice["finish_reason"], [live, client.version])
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -132,6 +134,7 @@ class Rollout:
     num_tokens: int = 0  # sampled
     reward: float | None = None  # None: unscored
     turn_rewards: list[float] | None = None  # if the rubric gives them
+    agent_rewards: dict = field(default_factory=dict)  # {agent: reward}; other agents have the rollout's
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
     error: str = ""  # by which it was lost, and where
@@ -142,32 +145,34 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 # Names of a sequence's metadata, which no per-token field may have.
-METADATA = "env example group rollout agent trainable reward turn_rewards metrics truncated error versions num_turns"
-METADATA = {*METADATA.split(), "num_tokens", "dropped", "staleness", "temperature", "at", "adv", "lens"}
+METADATA = (
+    "env example group rollout agent trainable reward turn_rewards agent_rewards metrics truncated error versions"
+)
+METADATA = {*METADATA.split(), "num_turns", "num_tokens", "dropped", "staleness", "temperature", "at", "adv", "lens"}
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
-    """Token ids are the truth: a turn extends the sequence of its agent whose ids are the longest beginning of its prompt.
-    If there is none (a template that drops <think>, text that is tokenized differently, another conversation), the
-    rollout forks: a new sequence begins."""
-    best = {"tokens": [], "mask": [], "old_logp": [], "turn": [], "agent": agent, "trainable": trainable}
-    for s in sequences:
-        is_prefix = s["agent"] == agent and s["tokens"] == prompt_ids[: len(s["tokens"])]
-        if is_prefix and len(s["tokens"]) > len(best["tokens"]):
-            best = s
-    if not best["tokens"]:
-        sequences.append(best)
-    new = prompt_ids[len(best["tokens"]) :]
-    best["tokens"] += new + ids
-    best["mask"] += [0] * len(new) + [1] * len(ids)
-    best["old_logp"] += [0.0] * len(new) + logps
-    best["turn"] += [turn] * (len(new) + len(ids))
+    """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none is
+    (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a new
+    sequence begins. Two agents never share one, nor does what is trained with what is not."""
+    for s in sorted(sequences, key=lambda s: len(s["tokens"]), reverse=True):
+        is_same = s["agent"] == agent and s["trainable"] == trainable
+        if is_same and s["tokens"] == prompt_ids[: len(s["tokens"])]:
+            break
+    else:
+        s = {"tokens": [], "mask": [], "old_logp": [], "turn": [], "agent": agent, "trainable": trainable}
+        sequences.append(s)
+    new = prompt_ids[len(s["tokens"]) :]
+    s["tokens"] += new + ids
+    s["mask"] += [0] * len(new) + [1] * len(ids)
+    s["old_logp"] += [0.0] * len(new) + logps
+    s["turn"] += [turn] * len(new + ids)
 
 
 def check_fields(sequence):
-    """Makes arrays of a sequence's per-token fields: lists, arrays or tensors. Raises DataError for one of another length
-    or with a reserved name."""
+    """Makes arrays of a sequence's per-token fields, which may be lists, arrays or tensors. Raises DataError for one of
+    another length, or with a reserved name."""
     num = len(sequence["tokens"])
     for name, values in sequence.items():
         if name not in ("agent", "trainable"):
@@ -212,9 +217,6 @@ async def run_rollout(env, row, ask, step, cfg):
         reply = await ask(prompt, tools)
         if r.num_turns == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
             raise Truncated
-        is_right = len(reply.ids) == len(reply.logps) and all(-1e4 < logp < 1e-3 for logp in reply.logps)
-        lowest = min(reply.logps, default=0)
-        ensure(is_right, f"server sent {len(reply.ids)} ids and {len(reply.logps)} logprobs, lowest {lowest}")
         extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, r.num_turns, agent, trainable)
         r.versions += reply.versions
         r.num_turns += 1
@@ -235,14 +237,15 @@ async def run_rollout(env, row, ask, step, cfg):
         await call(env.add_fields, state=r.state, sequences=r.sequences)
         for sequence in r.sequences:
             check_fields(sequence)
+            if r.truncated and o.mask_truncated_completions:
+                sequence["mask"] = np.zeros_like(sequence["mask"])
         r.reward, r.metrics = await env.rubric.score(r.state)
         r.turn_rewards = r.state.get("turn_rewards")
+        for agent, reward in r.state.get("agent_rewards", {}).items():
+            r.agent_rewards[agent] = finite(env.rollout, reward)
 
     await guard([r], play(), o.generation_timeout)
     heartbeat()  # a rollout ends sooner than the watchdog, so while any is under way there is one in time
-    if r.truncated and o.mask_truncated_completions:
-        for sequence in r.sequences:
-            sequence["mask"] = np.zeros_like(sequence["mask"])
     return r
 
 
@@ -264,6 +267,7 @@ async def run_group(env, row, n, ask, step, cfg, places):
         if o.zero_truncated_completions and r.truncated and r.reward is not None:
             r.reward = 0.0
             r.turn_rewards = None
+            r.agent_rewards = {}
     return rollouts
 
 
@@ -271,9 +275,9 @@ async def run_group(env, row, n, ask, step, cfg, places):
 
 
 class Order:
-    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes every
+    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes each
     row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in self.memory,
-    which JSON can hold.
+    as JSON has it.
 
     state: {"next": index, "open": indices issued but not committed, "extra": memory}."""
 
@@ -308,8 +312,8 @@ class Order:
         return index, self.row_of(index)
 
     def keep(self, rollouts):
-        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat": all rewards
-        are equal; with gamma < 1 also how soon they come. Not asked if there is nothing to train on at all."""
+        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all rewards
+        are equal, and with gamma < 1 also how soon they come. Not asked if there is nothing to train on at all."""
         by_turn = self.cfg.trainer.gamma < 1
         earned = set()
         for r in rollouts:
@@ -326,8 +330,8 @@ class Order:
         self.open.discard(group.index)
 
     def count(self, group):
-        """Called when a group ends. Raises RunError with DATA if too many rollouts are lost, or too many groups in a row
-        are of no use."""
+        """Called when a group ends. Raises RunError with DATA if too many rollouts are lost, or if there is nothing to
+        learn from too many groups in a row."""
         o = self.cfg.orchestrator
         self.errors.extend(r.error for r in group.rollouts)
         lost = Counter(error for error in self.errors if error)
@@ -364,8 +368,8 @@ def deal(ratios):
 
 
 async def fill(order, num, step, job):
-    """`num` groups that teach something, and those that were filtered on the way: each slot goes on to the next row until
-    it has one. job(index, row) -> Group."""
+    """Returns `num` groups that teach something, and those that were filtered on the way: each slot goes on to the next
+    row until it has one. job(index, row) -> Group."""
     groups = []
 
     async def slot():
@@ -418,23 +422,21 @@ def save_batch(path, sequences, info):
 def commit_batch(step, groups, orders, run_dir, cfg):
     """Writes rollouts.jsonl, then the file whose rename makes the batch exist."""
     sequences = []
-    lines = []
-    for group in groups:
-        orders[group.env].commit(group)
-        for i, r in enumerate(group.rollouts):
-            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index, "rollout": i}
-            about["dropped"] = group.dropped
-            del about["state"], about["sequences"]
-            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
-            line = {"step": step, "version": min(r.versions, default=None)} | about | talk
-            lines.append(json.dumps(line, default=str) + "\n")
-            if r.reward is not None and not group.dropped:
-                about |= {"staleness": step - min(r.versions), "temperature": cfg.sampling.temperature}
-                rewards = r.state.get("agent_rewards", {})
-                for s in r.sequences:
-                    sequences.append(about | {"reward": rewards.get(s["agent"], r.reward)} | s)
     with open(run_dir / "rollouts.jsonl", "a") as file:
-        file.writelines(lines)
+        for group in groups:
+            orders[group.env].commit(group)
+            names = {"env": group.env, "example": group.row, "group": group.index, "dropped": group.dropped}
+            for i, r in enumerate(group.rollouts):
+                about = vars(r) | names | {"rollout": i}
+                del about["state"], about["sequences"]
+                line = {"step": step, "version": min(r.versions, default=None)} | about
+                line |= {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
+                file.write(json.dumps(line, default=str) + "\n")
+                if r.reward is None or group.dropped:
+                    continue
+                about |= {"staleness": step - min(r.versions), "temperature": cfg.sampling.temperature}
+                for s in r.sequences:
+                    sequences.append(about | s | {"reward": r.agent_rewards.get(s["agent"], r.reward)})
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
     info["metrics"] = rollout_metrics(groups, sequences)
     info["sampler"] = {name: order.state() for name, order in orders.items()}
@@ -446,8 +448,8 @@ def batch_file(run_dir, step):
 
 
 def resume(run_dir, cfg):
-    """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment, which are those
-    of the newest batch. Batches since the checkpoint are trained on again."""
+    """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment, as the newest
+    batch has them. Batches since the checkpoint are trained on again."""
     step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
     next_step = step
     while batch_file(run_dir, next_step).exists():
