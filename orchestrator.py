@@ -24,6 +24,7 @@ from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mode
 
 import aiohttp
 import numpy as np
@@ -39,7 +40,6 @@ from env import Truncated, call, ensure, finite, load_environment
 
 # What the server said to one request. versions: live when it was asked, and when it had answered.
 Reply = namedtuple("Reply", "message prompt_ids ids logps finish_reason versions")
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")
 
 
 class ServerError(Exception):
@@ -90,24 +90,24 @@ async def sample(client, server, prompt, tools=None, version=None, user="", **ov
     serve it; user: a name for the rollout, which the server may log. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
-    s = cfg.sampling._asdict() | override
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
-    body = {key: s[key] for key in SAMPLED}
+    body = cfg.sampling._asdict() | override
+    del body["allow_biased_sampling"]
+    template_kwargs = body.pop("chat_template_kwargs")
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
     oldest = live - cfg.orchestrator.max_staleness  # older adapters are unloaded
     body["model"] = configs.served_name(cfg, live if version is None else max(version, oldest))
     if isinstance(prompt, str):
-        reply = await client.post(server, "/v1/completions", body | {"prompt": prompt, "logprobs": 0})
+        body |= {"prompt": prompt, "logprobs": 0}
+        reply = await client.post(server, "/v1/completions", body)
         choice = reply["choices"][0]
         message = choice["text"]
         prompt_ids = choice["prompt_token_ids"]
         logps = choice["logprobs"]["token_logprobs"]
     else:
-        body |= {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
-        if tools:
-            body["tools"] = tools
+        body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
         reply = await client.post(server, "/v1/chat/completions", body)
         choice = reply["choices"][0]
         # All of it: what vLLM's parsers took out of the content belongs into the next prompt as well.
@@ -289,7 +289,7 @@ class Order:
         self.open = set(state["open"])
         self.memory = state["extra"]
         self.requeued = sorted(self.open)  # a killed run had these open; they come first
-        self.errors = deque(maxlen=200)  # by which the last rollouts were lost, "" if they were not
+        self.errors = deque(maxlen=200)  # those that the last rollouts were lost by; "" for each that was not
         self.num_useless = 0  # groups in a row
 
     def state(self):
@@ -297,17 +297,20 @@ class Order:
 
     @functools.cache  # noqa: B019  an order lives as long as the run
     def epoch(self, number):
-        rng = np.random.default_rng((self.cfg.run.seed, number))
-        return rng.permutation(len(self.rows)).tolist()
+        return np.random.default_rng((self.cfg.run.seed, number)).permutation(len(self.rows)).tolist()
 
     def row_of(self, index):
         """The number of the row that an index stands for."""
-        return self.epoch(index // len(self.rows))[index % len(self.rows)]
+        number, place = divmod(index, len(self.rows))
+        return self.epoch(number)[place]
 
     def take(self, step):
         """The next index and the number of its row."""
-        index = self.requeued.pop(0) if self.requeued else self.next
-        self.next = max(self.next, index + 1)
+        if self.requeued:
+            index = self.requeued.pop(0)
+        else:
+            index = self.next
+            self.next += 1
         self.open.add(index)
         return index, self.row_of(index)
 
@@ -318,7 +321,8 @@ class Order:
         earned = set()
         for r in rollouts:
             if r.reward is not None:
-                earned.add((r.reward, *(r.turn_rewards or ()), r.num_turns if by_turn else 0))
+                by_part = (*(r.turn_rewards or ()), *r.agent_rewards.values())
+                earned.add((r.reward, by_part, r.num_turns if by_turn else 0))
         return "flat" if len(earned) == 1 else ""
 
     def extra(self, step):
@@ -334,19 +338,17 @@ class Order:
         learn from too many groups in a row."""
         o = self.cfg.orchestrator
         self.errors.extend(r.error for r in group.rollouts)
-        lost = Counter(error for error in self.errors if error)
-        share = lost.total() / len(self.errors)
-        if len(self.errors) >= 50 and share > o.max_error_share:
-            what = f"{lost.total()} of the last {len(self.errors)} rollouts of {group.env} were lost, mostly by"
-            raise RunError(
-                DATA, f"{what} {max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})"
+        lost = [error for error in self.errors if error]
+        if len(self.errors) >= 50 and len(lost) > o.max_error_share * len(self.errors):
+            what = (
+                f"{len(lost)} of the last {len(self.errors)} rollouts of {group.env} were lost, mostly by {mode(lost)}"
             )
+            raise RunError(DATA, f"{what} (orchestrator.max_error_share = {o.max_error_share})")
         self.num_useless = self.num_useless + 1 if group.dropped else 0
         outcomes = [r.error or r.reward for r in group.rollouts][:4]
-        last = f"{group.dropped}, {outcomes}"
-        what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {last}"
+        what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {group.dropped}"
         limit = 10 * o.batch_size // o.rollouts_per_example
-        require(self.num_useless <= limit, DATA, f"{what}; launch.sh --check says more")
+        require(self.num_useless <= limit, DATA, f"{what}, {outcomes}; launch.sh --check says more")
 
 
 def unusable(rollouts):
@@ -392,25 +394,23 @@ def save_batch(path, sequences, info):
     Writes a safetensors file, which trainer.load_batch reads: each field flat over all sequences, their lens, and as
     metadata JSON `sequences` (what is no field) and JSON `info`. One rename commits it. Raises RunError with DATA for
     what must never be trained on: a field of another length, old_logp that is not finite."""
-    lens = np.array([len(s["tokens"]) for s in sequences], np.int32)
     names = set()
     for s in sequences:
         names |= {key for key, value in s.items() if isinstance(value, list | np.ndarray) and key not in METADATA}
-    data = {"lens": lens}
+        first = [*s["mask"][:1], *s.get("ce", [])[:1]]  # it is predicted from nothing
+        require(not any(first), DATA, f"{path}: a first token is a loss token")
+    data = {"lens": np.array([len(s["tokens"]) for s in sequences], np.int32)}
     for name in sorted(names):
         parts = []
         for s in sequences:
-            part = np.asarray(s.get(name, [np.nan] * len(s["tokens"])), DTYPES.get(name, np.float32))
-            what = f"field {name!r} has {len(part)} values for {len(s['tokens'])} tokens"
-            require(len(part) == len(s["tokens"]), DATA, what)
-            parts.append(part)
+            num = len(s["tokens"])
+            parts.append(np.asarray(s.get(name, [np.nan] * num), DTYPES.get(name, np.float32)))
+            require(len(parts[-1]) == num, DATA, f"field {name!r} has {len(parts[-1])} values for {num} tokens")
         data[name] = np.concatenate(parts)
-    # nan stands for text that no policy of ours has said.
-    is_known = np.isfinite(data["old_logp"]) | (np.isnan(data["old_logp"]) & bool(info.get("offline")))
-    require(is_known.all(), DATA, f"{path}: old_logp is not finite")
-    firsts = np.cumsum(lens) - lens
-    is_first_trained = any(data[name][firsts].any() for name in ("mask", "ce") if name in data)
-    require(not is_first_trained, DATA, f"{path}: a first token is a loss token")
+    logp_T = data["old_logp"]
+    if info.get("offline"):  # nan is text that no policy of ours has said
+        logp_T = logp_T[~np.isnan(logp_T)]
+    require(np.isfinite(logp_T).all(), DATA, f"{path}: old_logp is not finite")
     metadata = []
     for s in sequences:
         metadata.append({key: value for key, value in s.items() if key not in names})
@@ -422,21 +422,21 @@ def save_batch(path, sequences, info):
 def commit_batch(step, groups, orders, run_dir, cfg):
     """Writes rollouts.jsonl, then the file whose rename makes the batch exist."""
     sequences = []
-    with open(run_dir / "rollouts.jsonl", "a") as file:
-        for group in groups:
-            orders[group.env].commit(group)
-            names = {"env": group.env, "example": group.row, "group": group.index, "dropped": group.dropped}
-            for i, r in enumerate(group.rollouts):
-                about = vars(r) | names | {"rollout": i}
-                del about["state"], about["sequences"]
-                line = {"step": step, "version": min(r.versions, default=None)} | about
-                line |= {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
-                file.write(json.dumps(line, default=str) + "\n")
-                if r.reward is None or group.dropped:
-                    continue
+    lines = []
+    for group in groups:
+        orders[group.env].commit(group)
+        for i, r in enumerate(group.rollouts):
+            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index, "rollout": i}
+            about["dropped"] = group.dropped
+            del about["state"], about["sequences"]
+            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
+            lines.append({"step": step, "version": min(r.versions, default=None)} | about | talk)
+            if r.reward is not None and not group.dropped:
                 about |= {"staleness": step - min(r.versions), "temperature": cfg.sampling.temperature}
                 for s in r.sequences:
                     sequences.append(about | s | {"reward": r.agent_rewards.get(s["agent"], r.reward)})
+    with open(run_dir / "rollouts.jsonl", "a") as file:
+        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
     info["metrics"] = rollout_metrics(groups, sequences)
     info["sampler"] = {name: order.state() for name, order in orders.items()}
@@ -481,53 +481,49 @@ def resume(run_dir, cfg):
 # --- metrics and evaluation -------------------------------------------------------------------------------------------
 
 
-def means(rows):
-    """[{name: number}, ...] -> {name: its mean over those that have it}."""
+def means(rows, prefix=""):
+    """[{name: number}, ...] -> {prefix + name: its mean over the rows that have it}."""
     columns = {}
     for row in rows:
         for name, value in row.items():
-            columns.setdefault(name, []).append(value)
+            columns.setdefault(prefix + name, []).append(value)
     return {name: np.mean(values) for name, values in columns.items()}
 
 
 def rollout_metrics(groups, sequences):
     """Metrics of one batch. Rewards are over every scored rollout, also of filtered groups: without the flat ones the
     mean would mislead. tools/watch.py has them for each environment of a mix."""
-    rollouts = [r for group in groups for r in group.rollouts]
-    rewards = [r.reward for r in rollouts if r.reward is not None]
+    rollouts = sum((group.rollouts for group in groups), [])
     metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
     metrics |= Counter(f"group/{group.dropped or 'kept'}" for group in groups)
-    metrics |= Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
-    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards), "rollout/num": len(rollouts)}
-    rows = []
-    for r in rollouts:
-        row = {f"reward/{name}": value for name, value in r.metrics.items()}
-        row |= {"rollout/turns": r.num_turns, "rollout/tokens": r.num_tokens, "rollout/truncated": r.truncated}
-        rows.append(row)
-    metrics |= means(rows)
-    metrics["rollout/errors"] = sum(bool(r.error) for r in rollouts)
+    errors = Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
+    metrics |= errors | {"rollout/num": len(rollouts), "rollout/errors": errors.total()}
     metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
+    metrics |= means([r.metrics for r in rollouts], "reward/")
+    rows = [{"turns": r.num_turns, "tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts]
+    metrics |= means(rows, "rollout/")
+    rewards = [r.reward for r in rollouts if r.reward is not None]
     staleness = [s["staleness"] for s in sequences]  # in versions
+    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
     return metrics | {"staleness/mean": np.mean(staleness), "staleness/max": max(staleness)}
 
 
 def eval_metrics(groups):
-    """Metrics of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, None of
-    a lost one; tools/watch.py compares them with those at version 0."""
-    one = 1 - 1e-6  # in floats 0.7 + 0.2 + 0.1 is below 1
+    """Metrics of one evaluation; groups: the rollouts of each row. A reward of 1 or more passes. rows: their mean rewards,
+    or None if all are lost; tools/watch.py compares them with those at version 0."""
     rows = []
-    means_of_rows = []
     for group in groups:
-        rewards = np.array([r.reward for r in group if r.reward is not None])
-        means_of_rows.append(rewards.mean() if len(rewards) else None)
-        if len(rewards):
-            is_passed = rewards > one
-            rows.append({"reward/mean": rewards.mean(), "pass@1": is_passed.mean(), "pass@k": is_passed.max()})
+        row = {}
+        rewards = [r.reward for r in group if r.reward is not None]
+        if rewards:
+            is_passed = np.greater(rewards, 1 - 1e-6)  # in floats 0.7 + 0.2 + 0.1 is below 1
+            row = {"reward/mean": np.mean(rewards), "pass@1": is_passed.mean(), "pass@k": is_passed.max()}
+        rows.append(row)
     rollouts = sum(groups, [])
-    extra = [r.metrics | {"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts]
-    metrics = means(rows) | means(extra)
-    metrics |= {"n": len(rows), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
-    return metrics | {"rows": means_of_rows}
+    metrics = means(rows) | means([r.metrics for r in rollouts])
+    metrics |= means([{"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
+    metrics |= {"n": sum(map(bool, rows)), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
+    return metrics | {"rows": [row.get("reward/mean") for row in rows]}
 
 
 async def evaluate(due, name, env, lock, client, run_dir, cfg):
@@ -544,11 +540,12 @@ async def evaluate(due, name, env, lock, client, run_dir, cfg):
                 return
         began = time.time()
         e = cfg.eval
-        most = e.max_tokens or cfg.sampling.max_tokens
+        options = {"version": version, "temperature": e.temperature}
+        options["max_tokens"] = e.max_tokens or cfg.sampling.max_tokens
         places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
         jobs = []
         for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
-            ask = functools.partial(sample, client, i, version=version, temperature=e.temperature, max_tokens=most)
+            ask = functools.partial(sample, client, i, **options)
             jobs.append(run_group(env, row, e.rollouts_per_example, ask, version, cfg, places))
         groups = await asyncio.gather(*jobs)
         metrics = eval_metrics(groups) | {"seconds": time.time() - began}
@@ -580,18 +577,18 @@ def prepare(cfg):
             raise RunError(code, f"env.id = {e.id!r}: {describe(error, 2000)}") from error
         has_rows = envs[e.name].eval_dataset or not cfg.eval.every
         require(has_rows, CONFIG, f"env.id = {e.id!r}: eval.every is set, but it has no eval_dataset")
+    what = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}"
     try:
         from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
-        tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=AutoConfig.from_pretrained(cfg.run.model))
+        config = AutoConfig.from_pretrained(cfg.run.model)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=config)
         Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
     except Exception as error:
-        what = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}"
         raise RunError(CONFIG, f"{what}: {describe(error, 2000)}") from error
+    is_text = all(isinstance(env.dataset[0].get("prompt"), str) for env in envs.values())
     has_template = tokenizer.chat_template or cfg.run.chat_template
-    is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-    what = f"model = {cfg.run.model!r} has no chat_template, though the rows are messages"
-    require(has_template or is_text, CONFIG, what)
+    require(has_template or is_text, CONFIG, f"{what}: no chat_template, though the rows are messages")
     return envs
 
 
@@ -648,7 +645,7 @@ async def produce(n, shares, previous, evaluations, envs, orders, client, places
     if o.oversampling_factor > 1:
         from configs.algorithms.orders import oversample
 
-        fill_with = functools.partial(oversample, cfg=cfg)
+        fill_with = oversample
     work = [fill_with(orders[name], num, n, functools.partial(job, name)) for name, num in shares.items()]
     groups = sum(await asyncio.gather(*work), [])
     for order in orders.values():
