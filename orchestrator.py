@@ -47,15 +47,17 @@ class ServerError(Exception):
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version. It must be made in an event loop. openai's client would take
-    longer than everything else that the orchestrator does for a rollout."""
+    """vLLM behind its OpenAI endpoint, and the live version. It must be made in an event loop. openai's client would
+    take longer than everything else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.version = -1
         self.file = run_directory(cfg) / "version"
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
+        self.evaluating = asyncio.Lock()  # evaluations do not overlap
+        connector = aiohttp.TCPConnector(limit=0)  # orchestrator.max_concurrent is the limit
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=connector)
 
     async def until(self, version):
         """Waits until the trainer has declared it live. While anyone waits, self.version is up to date."""
@@ -65,9 +67,10 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def post(self, server, path, body):
-        """Returns the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache.
-        A lost connection, 429 and 5xx are tried again after 0.5, 1 and 2 s. Raises Truncated if the context is full."""
-        url = self.cfg.inference.urls[server % len(self.cfg.inference.urls)] + path
+        """Returns the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix
+        cache. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is full."""
+        urls = self.cfg.inference.urls
+        url = urls[server % len(urls)] + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
@@ -111,12 +114,13 @@ async def sample(client, server, prompt, tools=None, version=None, user="", **ov
         reply = await client.post(server, "/v1/chat/completions", body)
         choice = reply["choices"][0]
         # All of it: what vLLM's parsers took out of the content belongs into the next prompt as well.
-        message = {"content": ""} | {key: value for key, value in choice["message"].items() if value}
+        message = {key: value for key, value in choice["message"].items() if value}
+        message.setdefault("content", "")
         prompt_ids = reply["prompt_token_ids"]
         logps = [token["logprob"] for token in choice["logprobs"]["content"]]
     ids = choice["token_ids"]
-    is_right = len(ids) == len(logps) and all(-1e4 < logp < 1e-3 for logp in logps)
-    ensure(is_right, f"the server sent {len(ids)} ids with logprobs {logps}")
+    are_logps = all(-1e4 < logp < 1e-3 for logp in logps)
+    ensure(are_logps and len(ids) == len(logps), f"the server sent {len(ids)} ids with logprobs {logps}")
     return Reply(message, prompt_ids, ids, logps, choice["finish_reason"], [live, client.version])
 
 
@@ -145,23 +149,23 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 # Names of a sequence's metadata, which no per-token field may have.
-METADATA = (
-    "env example group rollout agent trainable reward turn_rewards agent_rewards metrics truncated error versions"
-)
-METADATA = {*METADATA.split(), "num_turns", "num_tokens", "dropped", "staleness", "temperature", "at", "adv", "lens"}
+METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
+METADATA |= {"staleness", "temperature", "at", "adv", "lens"}
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
-    """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none is
-    (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a new
-    sequence begins. Two agents never share one, nor does what is trained with what is not."""
-    for s in sorted(sequences, key=lambda s: len(s["tokens"]), reverse=True):
+    """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none
+    is (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a
+    new sequence begins. Two agents never share one, nor does what is trained with what is not."""
+    longest_first = sorted(sequences, key=lambda s: -len(s["tokens"]))
+    for s in longest_first:
         is_same = s["agent"] == agent and s["trainable"] == trainable
         if is_same and s["tokens"] == prompt_ids[: len(s["tokens"])]:
             break
     else:
-        s = {"tokens": [], "mask": [], "old_logp": [], "turn": [], "agent": agent, "trainable": trainable}
+        s = {name: [] for name in ("tokens", "mask", "old_logp", "turn")}
+        s |= {"agent": agent, "trainable": trainable}
         sequences.append(s)
     new = prompt_ids[len(s["tokens"]) :]
     s["tokens"] += new + ids
@@ -182,7 +186,7 @@ def check_fields(sequence):
             sequence[name] = array
 
 
-def describe(error, most=200):
+def describe(error, most=400):
     """Type and text of an error, and the line of the user's code where it arose."""
     ours = ("/lib/python", "/env.py", "/orchestrator.py", "/configs/", "<frozen")
     frames = []
@@ -215,9 +219,11 @@ async def run_rollout(env, row, ask, step, cfg):
     async def generate(prompt, tools=None, agent="", trainable=True):
         """What the environment calls for each turn of the policy."""
         reply = await ask(prompt, tools)
-        if r.num_turns == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
+        turn = r.num_turns
+        is_long = len(reply.prompt_ids) > (o.max_prompt_len or np.inf)
+        if is_long and turn == 0:
             raise Truncated
-        extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, r.num_turns, agent, trainable)
+        extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, turn, agent, trainable)
         r.versions += reply.versions
         r.num_turns += 1
         r.num_tokens += len(reply.ids)
@@ -253,13 +259,15 @@ async def run_group(env, row, n, ask, step, cfg, places):
     """n rollouts of one row, and the rewards that depend on all of them. places: a semaphore of rollouts under way."""
 
     async def one(i):
+        ask_as_i = functools.partial(ask, user=str(i))
         async with places:
-            return await run_rollout(env, row, functools.partial(ask, user=str(i)), step, cfg)
+            return await run_rollout(env, row, ask_as_i, step, cfg)
 
     o = cfg.orchestrator
     rollouts = await asyncio.gather(*(one(i) for i in range(n)))
     scored = [r for r in rollouts if r.reward is not None]
-    more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
+    scoring = env.rubric.score_group([r.state for r in scored])
+    more = await guard(scored, scoring, o.generation_timeout)
     for r, (reward, metrics) in zip(scored, more or []):
         r.reward += reward
         r.metrics |= metrics
@@ -275,9 +283,9 @@ async def run_group(env, row, n, ask, step, cfg, places):
 
 
 class Order:
-    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes each
-    row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in self.memory,
-    as JSON has it.
+    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes
+    each row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in
+    self.memory, as JSON has it.
 
     state: {"next": index, "open": indices issued but not committed, "extra": memory}."""
 
@@ -297,7 +305,8 @@ class Order:
 
     @functools.cache  # noqa: B019  an order lives as long as the run
     def epoch(self, number):
-        return np.random.default_rng((self.cfg.run.seed, number)).permutation(len(self.rows)).tolist()
+        rng = np.random.default_rng((self.cfg.run.seed, number))
+        return rng.permutation(len(self.rows)).tolist()
 
     def row_of(self, index):
         """The number of the row that an index stands for."""
@@ -315,8 +324,8 @@ class Order:
         return index, self.row_of(index)
 
     def keep(self, rollouts):
-        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all rewards
-        are equal, and with gamma < 1 also how soon they come. Not asked if there is nothing to train on at all."""
+        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all
+        rewards are equal, and with gamma < 1 also how soon they come. Not asked if there is nothing to train on."""
         by_turn = self.cfg.trainer.gamma < 1
         earned = set()
         for r in rollouts:
@@ -339,10 +348,9 @@ class Order:
         o = self.cfg.orchestrator
         self.errors.extend(r.error for r in group.rollouts)
         lost = [error for error in self.errors if error]
-        if len(self.errors) >= 50 and len(lost) > o.max_error_share * len(self.errors):
-            what = (
-                f"{len(lost)} of the last {len(self.errors)} rollouts of {group.env} were lost, mostly by {mode(lost)}"
-            )
+        num = len(self.errors)
+        if num >= 50 and len(lost) > o.max_error_share * num:
+            what = f"{len(lost)} of the last {num} rollouts of {group.env} were lost, mostly by {mode(lost)}"
             raise RunError(DATA, f"{what} (orchestrator.max_error_share = {o.max_error_share})")
         self.num_useless = self.num_useless + 1 if group.dropped else 0
         outcomes = [r.error or r.reward for r in group.rollouts][:4]
@@ -356,7 +364,8 @@ def unusable(rollouts):
     scored = [r for r in rollouts if r.reward is not None]
     if len(scored) < 2:
         return "failed" if any(r.error for r in rollouts) else "long"
-    return "" if any(s["mask"].any() for r in scored for s in r.sequences) else "empty"
+    masks = [s["mask"] for r in scored for s in r.sequences]
+    return "" if np.any(np.concatenate(masks)) else "empty"
 
 
 def deal(ratios):
@@ -364,7 +373,8 @@ def deal(ratios):
     total = sum(ratios.values())
     given = dict.fromkeys(ratios, 0)
     for slot in itertools.count(1):
-        name = max(ratios, key=lambda name: ratios[name] / total * slot - given[name])
+        behind = {name: ratio / total * slot - given[name] for name, ratio in ratios.items()}
+        name = max(behind, key=behind.get)
         given[name] += 1
         yield name
 
@@ -394,18 +404,21 @@ def save_batch(path, sequences, info):
     Writes a safetensors file, which trainer.load_batch reads: each field flat over all sequences, their lens, and as
     metadata JSON `sequences` (what is no field) and JSON `info`. One rename commits it. Raises RunError with DATA for
     what must never be trained on: a field of another length, old_logp that is not finite."""
+    lens = [len(s["tokens"]) for s in sequences]
     names = set()
     for s in sequences:
-        names |= {key for key, value in s.items() if isinstance(value, list | np.ndarray) and key not in METADATA}
-        first = [*s["mask"][:1], *s.get("ce", [])[:1]]  # it is predicted from nothing
-        require(not any(first), DATA, f"{path}: a first token is a loss token")
-    data = {"lens": np.array([len(s["tokens"]) for s in sequences], np.int32)}
+        for name, value in s.items():
+            if isinstance(value, list | np.ndarray) and name not in METADATA:
+                names.add(name)
+    data = {"lens": np.array(lens, np.int32)}
     for name in sorted(names):
         parts = []
-        for s in sequences:
-            num = len(s["tokens"])
-            parts.append(np.asarray(s.get(name, [np.nan] * num), DTYPES.get(name, np.float32)))
-            require(len(parts[-1]) == num, DATA, f"field {name!r} has {len(parts[-1])} values for {num} tokens")
+        for s, num in zip(sequences, lens):
+            part = np.array(s.get(name, [np.nan] * num), DTYPES.get(name, np.float32))
+            require(len(part) == num, DATA, f"field {name!r} has {len(part)} values for {num} tokens")
+            is_trained = name in ("mask", "ce") and np.nan_to_num(part[:1]).any()
+            require(not is_trained, DATA, f"{path}: a first token is a loss token")
+            parts.append(part)
         data[name] = np.concatenate(parts)
     logp_T = data["old_logp"]
     if info.get("offline"):  # nan is text that no policy of ours has said
@@ -415,7 +428,8 @@ def save_batch(path, sequences, info):
     for s in sequences:
         metadata.append({key: value for key, value in s.items() if key not in names})
     tmp = path.with_suffix(".tmp")
-    save_file(data, tmp, {"sequences": json.dumps(metadata), "info": json.dumps(info)})
+    texts = {"sequences": json.dumps(metadata), "info": json.dumps(info)}
+    save_file(data, tmp, texts)
     os.replace(tmp, path)
 
 
@@ -426,15 +440,18 @@ def commit_batch(step, groups, orders, run_dir, cfg):
     for group in groups:
         orders[group.env].commit(group)
         for i, r in enumerate(group.rollouts):
-            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index, "rollout": i}
-            about["dropped"] = group.dropped
+            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index}
+            about |= {"rollout": i, "dropped": group.dropped}
             del about["state"], about["sequences"]
+            version = min(r.versions, default=None)
             talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
-            lines.append({"step": step, "version": min(r.versions, default=None)} | about | talk)
-            if r.reward is not None and not group.dropped:
-                about |= {"staleness": step - min(r.versions), "temperature": cfg.sampling.temperature}
-                for s in r.sequences:
-                    sequences.append(about | s | {"reward": r.agent_rewards.get(s["agent"], r.reward)})
+            lines.append({"step": step, "version": version} | about | talk)
+            if r.reward is None or group.dropped:
+                continue
+            about |= {"staleness": step - version, "temperature": cfg.sampling.temperature}
+            for s in r.sequences:
+                reward = r.agent_rewards.get(s["agent"], r.reward)
+                sequences.append(about | s | {"reward": reward})
     with open(run_dir / "rollouts.jsonl", "a") as file:
         file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
@@ -450,7 +467,8 @@ def batch_file(run_dir, step):
 def resume(run_dir, cfg):
     """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment, as the newest
     batch has them. Batches since the checkpoint are trained on again."""
-    step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
+    checkpoints = run_dir.glob("checkpoints/step_??????")
+    step = max((int(path.name[5:]) for path in checkpoints), default=0)
     next_step = step
     while batch_file(run_dir, next_step).exists():
         next_step += 1
@@ -478,7 +496,7 @@ def resume(run_dir, cfg):
     return step, next_step, state
 
 
-# --- metrics and evaluation -------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def means(rows, prefix=""):
@@ -494,71 +512,19 @@ def rollout_metrics(groups, sequences):
     """Metrics of one batch. Rewards are over every scored rollout, also of filtered groups: without the flat ones the
     mean would mislead. tools/watch.py has them for each environment of a mix."""
     rollouts = sum((group.rollouts for group in groups), [])
-    metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
-    metrics |= Counter(f"group/{group.dropped or 'kept'}" for group in groups)
-    errors = Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
-    metrics |= errors | {"rollout/num": len(rollouts), "rollout/errors": errors.total()}
-    metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
-    metrics |= means([r.metrics for r in rollouts], "reward/")
-    rows = [{"turns": r.num_turns, "tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts]
-    metrics |= means(rows, "rollout/")
     rewards = [r.reward for r in rollouts if r.reward is not None]
     staleness = [s["staleness"] for s in sequences]  # in versions
+    errors = Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
+    metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
+    metrics |= Counter(f"group/{group.dropped or 'kept'}" for group in groups)
+    metrics |= errors | {"rollout/num": len(rollouts), "rollout/errors": errors.total()}
+    metrics |= means([r.metrics for r in rollouts], "reward/")
     metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
+    metrics["rollout/turns"] = np.mean([r.num_turns for r in rollouts])
+    metrics["rollout/tokens"] = np.mean([r.num_tokens for r in rollouts])
+    metrics["rollout/truncated"] = np.mean([r.truncated for r in rollouts])
+    metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
     return metrics | {"staleness/mean": np.mean(staleness), "staleness/max": max(staleness)}
-
-
-def eval_metrics(groups):
-    """Metrics of one evaluation; groups: the rollouts of each row. A reward of 1 or more passes. rows: their mean rewards,
-    or None if all are lost; tools/watch.py compares them with those at version 0."""
-    rows = []
-    for group in groups:
-        row = {}
-        rewards = [r.reward for r in group if r.reward is not None]
-        if rewards:
-            is_passed = np.greater(rewards, 1 - 1e-6)  # in floats 0.7 + 0.2 + 0.1 is below 1
-            row = {"reward/mean": np.mean(rewards), "pass@1": is_passed.mean(), "pass@k": is_passed.max()}
-        rows.append(row)
-    rollouts = sum(groups, [])
-    metrics = means(rows) | means([r.metrics for r in rollouts])
-    metrics |= means([{"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
-    metrics |= {"n": sum(map(bool, rows)), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
-    return metrics | {"rows": [row.get("reward/mean") for row in rows]}
-
-
-async def evaluate(due, name, env, lock, client, run_dir, cfg):
-    """Evaluates the first eval.num_examples rows of an environment at version `due` -> a line of eval.jsonl.
-
-    Batch `due` is not committed meanwhile, for at most eval.hold_s. If that is too short the weights change on the way,
-    and version_last says so. Adapters serve the first version while it is loaded, S more."""
-    async with lock:  # after one that took longer than eval.every, at the version that is live then
-        await client.until(due)
-        version = client.version
-        path = run_dir / "eval.jsonl"
-        for line in map(json.loads, path.open()):
-            if line["env"] == name and line["step"] in (due, version):
-                return
-        began = time.time()
-        e = cfg.eval
-        options = {"version": version, "temperature": e.temperature}
-        options["max_tokens"] = e.max_tokens or cfg.sampling.max_tokens
-        places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
-        jobs = []
-        for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
-            ask = functools.partial(sample, client, i, **options)
-            jobs.append(run_group(env, row, e.rollouts_per_example, ask, version, cfg, places))
-        groups = await asyncio.gather(*jobs)
-        metrics = eval_metrics(groups) | {"seconds": time.time() - began}
-        reason = groups[0][0].error or "the prompts are too long"
-        require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
-        last = client.version
-        if cfg.sends_adapters:
-            last = max(version, last - cfg.orchestrator.max_staleness)
-        line = {"step": version, "version_first": version, "version_last": last, "env": name} | metrics
-        with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-        shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
-        print(f"eval {version} | {name}:", *shown, flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -586,7 +552,8 @@ def prepare(cfg):
         Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
     except Exception as error:
         raise RunError(CONFIG, f"{what}: {describe(error, 2000)}") from error
-    is_text = all(isinstance(env.dataset[0].get("prompt"), str) for env in envs.values())
+    rows = [env.dataset[0] for env in envs.values()]
+    is_text = all(isinstance(row.get("prompt"), str) for row in rows)
     has_template = tokenizer.chat_template or cfg.run.chat_template
     require(has_template or is_text, CONFIG, f"{what}: no chat_template, though the rows are messages")
     return envs
@@ -600,7 +567,9 @@ async def run(cfg):
     envs = prepare(cfg)
     step, start, state = resume(run_dir, cfg)
     make_order = configs.find(o.order, {"": Order})
-    orders = {name: make_order(env.dataset, cfg, state.get(name)) for name, env in envs.items()}
+    orders = {}
+    for name, env in envs.items():
+        orders[name] = make_order(env.dataset, cfg, state.get(name))
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     report("[orchestrator] ready")
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
@@ -608,34 +577,36 @@ async def run(cfg):
     client = Client(cfg)
     # 2. One task for each batch, S versions ahead of the trainer; evaluations run beside them.
     places = asyncio.Semaphore(o.max_concurrent)
-    lock = asyncio.Lock()
     num_groups = o.batch_size // o.rollouts_per_example
-    dealt = itertools.islice(deal({env.name: env.ratio for env in cfg.env}), start * num_groups, None)
+    slots = deal({env.name: env.ratio for env in cfg.env})
+    slots = itertools.islice(slots, start * num_groups, None)
     batch = []
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date
         for n in range(step, cfg.run.max_steps + 1):  # a batch may exist while its evaluation is missing
-            evaluations = []
-            if cfg.eval.every and (n % cfg.eval.every == 0 or n == cfg.run.max_steps):
-                for name, env in envs.items():
-                    work = evaluate(n, name, env, lock, client, run_dir, cfg)
-                    evaluations.append(tasks.create_task(work))
+            evaluation = None
+            every = cfg.eval.every
+            if every and (n % every == 0 or n == cfg.run.max_steps):
+                from configs.algorithms.evaluation import evaluate
+
+                evaluation = tasks.create_task(evaluate(n, envs, client))
             if start <= n < cfg.run.max_steps:
                 await client.until(max(0, n - o.max_staleness))
-                shares = Counter(itertools.islice(dealt, num_groups))
-                work = produce(n, shares, batch, evaluations, envs, orders, client, places, run_dir, cfg)
+                shares = Counter(itertools.islice(slots, num_groups))
+                work = produce(n, shares, batch, evaluation, envs, orders, client, places, run_dir, cfg)
                 batch = [tasks.create_task(work)]
     await client.session.close()
 
 
-async def produce(n, shares, previous, evaluations, envs, orders, client, places, run_dir, cfg):
+async def produce(n, shares, previous, evaluation, envs, orders, client, places, run_dir, cfg):
     """Generates batch n, with `shares` groups of each environment, and commits it after the previous one."""
     o = cfg.orchestrator
 
     async def job(name, index, row):
         env = envs[name]
         ask = functools.partial(sample, client, index)
-        rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg, places)
+        size = o.rollouts_per_example
+        rollouts = await run_group(env, env.dataset[row], size, ask, n, cfg, places)
         dropped = unusable(rollouts) or orders[name].keep(rollouts)
         group = Group(name, index, row, rollouts, dropped)
         orders[name].count(group)
@@ -646,14 +617,16 @@ async def produce(n, shares, previous, evaluations, envs, orders, client, places
         from configs.algorithms.orders import oversample
 
         fill_with = oversample
-    work = [fill_with(orders[name], num, n, functools.partial(job, name)) for name, num in shares.items()]
+    work = []
+    for name, num in shares.items():
+        work.append(fill_with(orders[name], num, n, functools.partial(job, name)))
     groups = sum(await asyncio.gather(*work), [])
     for order in orders.values():
         groups += order.extra(n)
     await asyncio.gather(*previous)  # commits are in order
-    if evaluations:  # without batch n there is no version after n
+    if evaluation:  # without batch n there is no version after n
         await client.until(n)
-        await asyncio.wait(evaluations, timeout=cfg.eval.hold_s)
+        await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
     commit_batch(n, groups, orders, run_dir, cfg)
 
 
