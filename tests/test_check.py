@@ -1,5 +1,6 @@
 """tools/check.py, which `bash launch.sh config.toml --check` runs."""
 
+import gc
 import subprocess
 import sys
 
@@ -8,12 +9,21 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, launch, write_run
+from think_env import DROPS, KEEPS, double
 
 import trainer
-from configs import RunError, load_config, run_directory
+from configs import load_config
 from configs.environments.tools import ToolEnv
+from configs.runtime.directory import run_directory
+from configs.runtime.role import DATA, DIED, RunError
 from env import MultiTurnEnv, SingleTurnEnv
 from tools import check
+
+ROWS = [{"question": "a"}]
+
+
+def printed(capsys, start="check: "):
+    return [row for row in capsys.readouterr().out.splitlines() if row.startswith(start)]
 
 
 @pytest.mark.slow
@@ -21,16 +31,16 @@ from tools import check
 def test_check_passes_on_two_ranks_and_leaves_the_run_untouched(models, tmp_path):
     toml = write_run(tmp_path, models["untied"], 5, '{ kind = "turns", num_turns = 2 }')
     done = launch(toml, "--check", "trainer.gpus=2", "max_steps=5", "eval.every=1", FAKE='{"stop": true}')
-    told = [x for x in done.stdout.splitlines() if x.startswith("check: ")]
-    assert len(told) == 7 and all(x.startswith("check: PASS") for x in told), told
+    reports = [row for row in done.stdout.splitlines() if row.startswith("check: ")]
     wanted = ["own forward", "fits in memory", "moves the servers", "chat template keeps its prefix", "neither too"]
-    assert all(part in line for part, line in zip(wanted, told))
+    assert len(reports) == 7 and all(row.startswith("check: PASS") for row in reports), reports
+    assert all(part in row for part, row in zip(wanted, reports))
     assert not (tmp_path / "run").exists() and not list((tmp_path / "run-check" / "batches").iterdir())
 
 
 @pytest.fixture
 def beside_a_server(models, tmp_path, fake_servers, monkeypatch):
-    """-> a configuration for a running fake server, which behaves as `fake` says."""
+    """Returns a function that makes a configuration for a running fake server, which behaves as `fake` says."""
 
     def make(kind, **fake):
         url = fake_servers()
@@ -42,57 +52,64 @@ def beside_a_server(models, tmp_path, fake_servers, monkeypatch):
     return make
 
 
-def failures(capsys):
-    return [x for x in capsys.readouterr().out.splitlines() if x.startswith("check: FAIL ")]
+EQUAL = "all rewards are equal in 8 of 8 groups; raise orchestrator.rollouts_per_example"
 
 
-@pytest.mark.parametrize("kind, problem", [
-    ("zero", "too hard: nothing is solved, reward 0.000 (0 to 0) of 32 rollouts; take easier rows"),
-    ("constant", "too easy: 100 % is solved (limit 80 %), reward 1.000 (1 to 1) of 32 rollouts; take harder rows"),
+@pytest.mark.parametrize("kind, problems", [
+    ("zero", ["too hard: nothing is solved, reward 0.000 (0 to 0) of 32 rollouts; take easier rows", EQUAL]),
+    ("constant", ["too easy: 100 % is solved (limit 80 %), reward 1.000 (1 to 1) of 32 rollouts; take harder", EQUAL]),
+    # It returns None if the answer is wrong: the others are all right, and not too easy.
+    ("none_if_wrong", ["of 32 rollouts were lost: ValueError: reward function none_if_wrong returned None"]),
 ])  # fmt: skip
-def test_check_says_what_is_wrong_with_a_task(kind, problem, beside_a_server, capsys):
+def test_check_says_what_is_wrong_with_a_task(kind, problems, beside_a_server, capsys):
     with pytest.raises(RunError, match="a check failed") as e:
         check.check_task(beside_a_server(kind, stop=True))
-    failed = failures(capsys)
-    assert e.value.code == 4 and len(failed) == 2 and problem in failed[0]
-    assert "all rewards are equal in 8 of 8 groups; raise orchestrator.rollouts_per_example" in failed[1]
-
-
-def test_check_names_the_reward_function_that_loses_rollouts(beside_a_server, capsys):
-    """It returns None where the answer is wrong: what is left is all right, and not too easy."""
-    with pytest.raises(RunError, match="a check failed"):
-        check.check_task(beside_a_server("none_if_wrong", stop=True))
-    (failed,) = failures(capsys)
-    assert "of 32 rollouts were lost: " in failed and "reward function none_if_wrong returned None" in failed
+    failures = printed(capsys, "check: FAIL ")
+    assert e.value.code == DATA and len(failures) == len(problems)
+    assert all(problem in row for problem, row in zip(problems, failures))
 
 
 @pytest.mark.parametrize("discard", [False, True])
-def test_check_says_that_a_broadcast_does_not_arrive(discard, beside_a_server, capsys):
-    """A server that takes weights and goes on with its own would pass at version 0, which it loaded by itself."""
+def test_check_says_that_a_sync_does_not_arrive(discard, beside_a_server, capsys, monkeypatch):
+    """A server that takes weights and goes on with its own would pass at version 0, which it loaded by itself. The
+    optimizer of the memory check is alive meanwhile, as in a run."""
     cfg = beside_a_server("turns", discard=discard)
     policy = trainer.build_policy(cfg)
-    before = {k: v.clone() for k, v in policy.state_dict().items()}
-    sender = trainer.WeightSender(cfg, run_directory(cfg), policy.device)
+    before = {name: x.clone() for name, x in policy.state_dict().items()}
+    alive = []
+
+    def sync_weights(*args):
+        optimizers = [x for x in gc.get_objects() if issubclass(type(x), torch.optim.Optimizer)]
+        alive.append(any(len(x.state) == len(before) for x in optimizers))
+        return sync(*args)
+
+    sync = trainer.sync_weights
+    monkeypatch.setattr(trainer, "sync_weights", sync_weights)
+    monkeypatch.setattr(trainer, "build_policy", lambda cfg: policy)
+    monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
+    monkeypatch.setattr(check.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(check, "check_task", lambda cfg: None)
+    monkeypatch.setattr(check.configs, "arguments", lambda doc, argv: cfg)
     if discard:
         with pytest.raises(RunError, match="trainer and server differ.*requirements-") as e:
-            check.check_sync(sender, policy, cfg)
-        (failed,) = failures(capsys)
-        assert e.value.code == 3 and "a broadcast moves the servers as predicted" in failed
+            check.main([])
+        (failure,) = printed(capsys, "check: FAIL ")
+        assert e.value.code == DIED and "a sync moves the servers as predicted" in failure
     else:
-        check.check_sync(sender, policy, cfg)
-        assert not failures(capsys) and (run_directory(cfg) / "version").read_text() == "2"
-        assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
+        check.main([])
+        assert not printed(capsys, "check: FAIL ") and (run_directory(cfg) / "version").read_text() == "2"
+        assert all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())
+    assert len(alive) == (2 if discard else 3) and all(alive)
 
 
 @pytest.mark.long
 @pytest.mark.real
 def test_check_of_adapters_in_16_bits(tmp_path):
-    """What GPU recipes have by default, on the real vLLM."""
+    """The default of GPU recipes, on the real vLLM."""
     more = ["trainer.dtype=bf16", "trainer.use_lora=true", f"output_dir={tmp_path}", "orchestrator.batch_size=64"]
     done = launch("configs/reverse_text.toml", *more, "--check", timeout=400, check=False, SERVER="", TMPDIR="/tmp")
-    assert done.returncode == 0 and "check: PASS a broadcast moves the servers" in done.stdout, (
-        done.stdout + done.stderr
-    )
+    is_ok = done.returncode == 0 and "check: PASS a sync moves the servers" in done.stdout
+    assert is_ok, done.stdout + done.stderr
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -111,7 +128,7 @@ print("it fits")
 """
 
 
-def test_a_micro_batch_that_does_not_fit_is_told_before_step_1(make_cfg, tmp_path):
+def test_a_micro_batch_that_does_not_fit_is_reported_before_step_1(make_cfg, tmp_path):
     """512,000 tokens in 600 MiB."""
     make_cfg()
     command = [sys.executable, "-c", OOM, str(tmp_path / "test.toml")]
@@ -120,63 +137,46 @@ def test_a_micro_batch_that_does_not_fit_is_told_before_step_1(make_cfg, tmp_pat
     assert "lower trainer.micro_batch_size or max_seq_len" in done.stdout and "RunError" in done.stderr
 
 
-def test_the_memory_check_changes_nothing(make_cfg, capsys):
-    cfg = make_cfg("trainer.weight_decay=0.1")
-    policy = trainer.build_policy(cfg)
-    before = {k: v.clone() for k, v in policy.state_dict().items()}
-    check.check_memory(policy, cfg)
-    assert "check: PASS a micro-batch of 512 tokens" in capsys.readouterr().out
-    assert all(torch.equal(v, before[k]) for k, v in policy.state_dict().items())
-    assert all(p.grad is None for p in policy.parameters())
-
-
-def wants_columns(micro, logp_N, entropy_N, cfg):
-    """A loss with columns that every batch has."""
-    _ = micro["reward_N"], micro["age_N"], micro["temperature_N"], micro["num_turns_N"]
+def needs_fields(micro, logp_N, entropy_N):
+    """A loss with the fields and numbers that every batch has."""
+    for name in ("reward", "staleness", "temperature", "num_turns", "ce", "truncated"):
+        assert len(micro[f"{name}_N"]) == len(logp_N)
     return -logp_N * micro["adv_N"], {}
 
 
-def wants_another(micro, logp_N, entropy_N, cfg):
+def needs_another(micro, logp_N, entropy_N):
     return micro["teacher_N"], {}
 
 
-@pytest.mark.parametrize("loss, told", [("wants_columns", "PASS"), ("wants_another", "SKIP")])
-def test_the_memory_check_has_the_columns_of_a_batch(loss, told, make_cfg, capsys):
-    cfg = make_cfg(f"trainer.loss=test_check:{loss}")
-    check.check_memory(trainer.build_policy(cfg), cfg)
-    (row,) = capsys.readouterr().out.splitlines()
-    assert row.startswith(f"check: {told} a micro-batch of 512 tokens") and ("'teacher_N'" in row) == (told == "SKIP")
+@pytest.mark.parametrize("loss, verdict", [("needs_fields", "PASS"), ("needs_another", "SKIP")])
+def test_the_memory_check_has_the_fields_of_a_batch_and_changes_nothing(loss, verdict, make_cfg, capsys):
+    cfg = make_cfg(f"trainer.loss=test_check:{loss}", "trainer.weight_decay=0.1", "trainer.minibatches=3")
+    policy = trainer.build_policy(cfg)
+    before = {name: x.clone() for name, x in policy.state_dict().items()}
+    check.check_memory(policy, cfg)
+    (row,) = printed(capsys)
+    assert row.startswith(f"check: {verdict} a micro-batch of 512 tokens")
+    assert ("'teacher_N'" in row) == (verdict == "SKIP")
+    assert all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())
+    assert all(p.grad is None for p in policy.parameters())
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------
 
+STRICT = (  # as Mistral's: a tool's answer needs the id of a call before it
+    "{% for m in messages %}{% if m.role == 'tool' and m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('ids should have 9 characters') }}{% endif %}{% endfor %}" + KEEPS
+)
 
-def test_the_template_that_drops_history_is_named(models, make_cfg, capsys):
-    from think_env import DROPS
 
-    cfg = make_cfg()
+@pytest.mark.parametrize("env, template, is_kept", [
+    (MultiTurnEnv(ROWS), "", True),
+    (MultiTurnEnv(ROWS), DROPS, False),
+    (SingleTurnEnv(ROWS), DROPS, True),
+    (ToolEnv(ROWS, [double]), STRICT, True),
+])  # fmt: skip
+def test_the_template_that_drops_history_is_named(env, template, is_kept, models, make_cfg, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(models["untied"])
-    several = {"task": MultiTurnEnv([{"question": "a"}])}
-    assert check.check_template(tokenizer, several, cfg)
-    tokenizer.chat_template = DROPS
-    assert not check.check_template(tokenizer, several, cfg)
-    assert "set chat_template to one that keeps" in capsys.readouterr().out
-    assert check.check_template(tokenizer, {"task": SingleTurnEnv([{"question": "a"}])}, cfg)
-
-
-def test_a_strict_template_gets_the_ids_that_it_wants(models, make_cfg):
-    """As Mistral's: a tool's answer needs the id of a call before it."""
-    from think_env import KEEPS
-
-    def look(word: str) -> str:
-        """Look a word up.
-
-        Args:
-            word: the word
-        """
-
-    strict = "{% for m in messages %}{% if m.role == 'tool' and m.tool_call_id | length != 9 %}"
-    strict += "{{ raise_exception('ids should have 9 characters') }}{% endif %}{% endfor %}"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(models["untied"])
-    tokenizer.chat_template = strict + KEEPS
-    assert check.check_template(tokenizer, {"task": ToolEnv([{"question": "a"}], [look])}, make_cfg())
+    tokenizer.chat_template = template or tokenizer.chat_template
+    assert check.check_template(tokenizer, {"task": env}, make_cfg()) == is_kept
+    assert ("set chat_template to one that keeps" in capsys.readouterr().out) == (not is_kept)

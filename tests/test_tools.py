@@ -1,4 +1,4 @@
-"""tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server. And
+"""tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server. Also
 tools/show.py and tmux.sh."""
 
 import asyncio
@@ -16,32 +16,27 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from aiohttp import web
-from conftest import ROOT, all_batches, free_port, lines, make_samples, run_trainer, write_run
-from safetensors.numpy import save_file
+from conftest import ROOT, all_batches, free_port, lines, make_sequences, run_trainer, write_run
+from safetensors.numpy import load_file, save_file
 
-from configs import RunError
-from configs.models import toy as tiny_model
+from configs.models import toy
+from configs.runtime.role import CONFIG, DATA, RunError
 from orchestrator import save_batch
 from tools import evaluate, show
 from tools.evaluate import pass_at, wilson
 
-OPENAI = {
-    "top_p",
-    "model",
-    "messages",
-    "prompt",
-    "temperature",
-    "max_tokens",
-    "stop",
-    "tools",
-}  # and no more: no n, no vLLM
+# Keys of a request, and no more: no n, nothing that only vLLM knows.
+OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "stop", "tools"}
 
 
 class PlainServer:
     """Only what every OpenAI-compatible server has; anything else in a request is refused. answer(body) -> message."""
 
     def __init__(self, answer):
-        self.answer, self.bodies, self.port, self.loop = answer, [], free_port(), asyncio.new_event_loop()
+        self.answer = answer
+        self.bodies = []
+        self.port = free_port()
+        self.loop = asyncio.new_event_loop()
         self.url = f"http://127.0.0.1:{self.port}/v1"
 
     async def models(self, request):
@@ -54,9 +49,8 @@ class PlainServer:
             return web.json_response({"error": {"message": f"unknown keys {set(body) - OPENAI}"}}, status=400)
         message = {"role": "assistant"} | self.answer(body)
         choice = {"index": 0, "finish_reason": "stop", "message": message, "text": message["content"]}
-        return web.json_response(
-            {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        )
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+        return web.json_response(reply)
 
     def __enter__(self):
         async def serve():
@@ -85,10 +79,18 @@ def counting():
     return lambda body: {"content": "abc" if next(count) % 3 else "abcdef"}
 
 
-def trained_texts(batch, tokenizer):
-    """What is trained of each sample."""
-    parts = zip(*(batch.columns[name].split(batch.lens.tolist()) for name in ("tokens", "mask")))
-    return [tokenizer.decode(tokens[mask].tolist()) for tokens, mask in parts]
+def texts_with(weight, batch):
+    """The tokens of each sequence that have a weight in one term of the loss, as text."""
+    tokenizer = toy.make_tokenizer()
+    return [tokenizer.decode(s["tokens"][s[weight] != 0].tolist()) for s in batch.sequences]
+
+
+def num_rollouts(batches):
+    return sum(len({(s["group"], s["rollout"]) for s in batch.sequences}) for batch in batches)
+
+
+def say(text):
+    return [{"role": "assistant", "content": text}]
 
 
 def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
@@ -107,12 +109,12 @@ def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
     assert "pass@1 " in done.stdout and "pass@2 " in done.stdout and "pass@4 " in done.stdout and "(95 %" in done.stdout
     assert "of the examples have rewards that differ" in done.stdout and "long_answer 0.3" in done.stdout
     assert {body["authorization"] for body in server.bodies} == {"Bearer secret"} and "secret" not in done.stdout
-    assert {body["top_p"] for body in server.bodies} == {1.0}  # else vLLM takes generation_config.json's
+    assert {body["top_p"] for body in server.bodies} == {1.0}  # without it vLLM takes generation_config.json's
     assert len(server.bodies) == 20 and not list(tmp_path.glob("run/batches/*"))
 
 
 @pytest.mark.parametrize(
-    "kind, advice", [("zero", "too hard: no reward in 12 attempts"), ("constant", "too easy: 0.8")]
+    "kind, advice", [("zero", "too hard: no reward in 12 attempts"), ("constant", "too easy: above 0.8")]
 )
 def test_rules_of_thumb(kind, advice, tmp_path, models, capsys):
     toml = write_run(tmp_path, models["untied"], 1, f'{{ kind = "{kind}" }}')
@@ -150,25 +152,26 @@ def test_a_server_that_always_fails_ends_with_4(tmp_path, models):
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     with PlainServer(lambda body: 1 / 0) as server, pytest.raises(RunError, match="every rollout failed") as e:
         evaluate.main([str(toml), "--eval", "--base-url", server.url, "--n", "1", "orchestrator.generation_timeout=2"])
-    assert e.value.code == 4
+    assert e.value.code == DATA
 
 
 def test_an_address_without_a_server_or_a_count_that_is_none_ends_with_2(tmp_path, models, capsys):
-    toml, url = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }'), f"http://127.0.0.1:{free_port()}/v1"
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    url = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(RunError, match=f"{url} does not list a model") as e:
         evaluate.main([str(toml), "--eval", "--base-url", url])
-    assert e.value.code == 2
+    assert e.value.code == CONFIG
     for count in ("x", "0", "-3"):
         with pytest.raises(SystemExit) as e:
             evaluate.main([str(toml), "--generate", count, "out.jsonl"])
-        assert e.value.code == 2
-        assert f"must be a number above 0, not '{count}'" in capsys.readouterr().err
+        assert e.value.code == 2 and f"must be a number above 0, not '{count}'" in capsys.readouterr().err
 
 
 def test_the_readmes_commands(tmp_path, models):
     """Those of tools/README.md, as they stand there but for the placeholders, by a shell."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
-    text, out = (ROOT / "tools" / "README.md").read_text(), tmp_path / "out.jsonl"
+    text = (ROOT / "tools" / "README.md").read_text()
+    out = tmp_path / "out.jsonl"
     commands = re.findall(r"^python tools/evaluate.py .*", text, re.MULTILINE)
     with PlainServer(counting()) as server:
         given = {"config.toml": toml, "out.jsonl": out, "https://.../v1": server.url, "NAME": "mine", " 1000 ": " 80 "}
@@ -177,112 +180,118 @@ def test_the_readmes_commands(tmp_path, models):
                 command = command.replace(placeholder, str(value))
             env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
             subprocess.run(command, shell=True, cwd=ROOT, env=env, check=True, capture_output=True, timeout=120)
-    assert len(commands) == 3 and {body["model"] for body in server.bodies} == {"mine"}
-    assert len(lines(out)) == 80 and len(server.bodies) > 80 and list((tmp_path / "run-offline" / "batches").iterdir())
+    assert len(commands) == 4 and {body["model"] for body in server.bodies} == {"mine"}
+    assert len(lines(out)) == 80 and len(server.bodies) > 80
+    assert all(list((tmp_path / f"run-{kind}" / "batches").iterdir()) for kind in ("offline", "demonstrations"))
 
 
 def test_generate_then_train_offline(tmp_path, models, capsys):
-    """Rollouts of a plain server -> JSON Lines -> batches -> trainer.py, as rewards and as demonstrations."""
+    """Rollouts of a plain server -> JSON Lines -> batches -> trainer.py, for their rewards and as demonstrations."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+    data = tmp_path / "data.jsonl"
     with PlainServer(counting()) as server:
         more = ["--base-url", server.url, "--rollouts-per-example", "4"]
-        evaluate.main([str(toml), "--generate", "40", str(tmp_path / "data.jsonl"), *more])
-    written = lines(tmp_path / "data.jsonl")
+        evaluate.main([str(toml), "--generate", "40", str(data), *more])
+    written = lines(data)
     assert len(written) == 40 and {line["example"] for line in written} == set(range(10))
-    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
+    # 1. Rewards.
+    evaluate.main([str(toml), "--offline", str(data)])
     batches = all_batches(tmp_path / "run-offline")
-    assert sum(b.info["rollouts"] for b in batches) == 40 and batches[0].info["offline"]
-    tokenizer = tiny_model.make_tokenizer()
+    assert num_rollouts(batches) == 40 and batches[0].info["offline"]
     for batch in batches:
-        for s, text in zip(batch.samples, trained_texts(batch, tokenizer)):
+        for s, text in zip(batch.sequences, texts_with("mask", batch)):
             assert text in ("abc<|end|>", "abcdef<|end|>") and (s["reward"] == 1) == (text == "abcdef<|end|>")
-            assert len({x["reward"] for x in batch.samples if x["group"] == s["group"]}) == 2
-        assert batch.columns["old_logp"][batch.columns["mask"]].isnan().all()  # nobody knows it
+            assert len({x["reward"] for x in batch.sequences if x["group"] == s["group"]}) == 2
+            assert s["old_logp"][s["mask"]].isnan().all() and not s["ce"].any()  # nobody knows it
     with pytest.raises(RunError, match="holds batches: choose another run_name"):
-        evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
-    assert "next: torchrun trainer.py" in capsys.readouterr().out
+        evaluate.main([str(toml), "--offline", str(data)])
     replay = tmp_path / "run-offline" / "batches"
+    assert f"python trainer.py {toml} --replay {replay}" in capsys.readouterr().out
     run_trainer(toml, "--replay", replay, "max_steps=9")
+    metrics = lines(tmp_path / "run-replay-cispo" / "metrics.jsonl")
+    assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
     again = run_trainer(toml, "--replay", replay, "max_steps=9", "trainer.learning_rate=1e-9", check=False)
-    assert again.returncode == 2 and "choose another run_name" in again.stderr  # and not: nothing done, without a word
+    assert again.returncode == CONFIG and "choose another run_name" in again.stderr
     shutil.copytree(replay, tmp_path / "more")
     shutil.copy(replay / "step_000000.safetensors", tmp_path / "more" / "step_000009.safetensors")
     other = run_trainer(toml, "--replay", tmp_path / "more", "max_steps=9", check=False)
-    assert other.returncode == 2 and f"replay was '{replay}', now '{tmp_path}/more'" in other.stderr
-    metrics = lines(tmp_path / "run-replay-cispo" / "metrics.jsonl")
-    assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
-    sft = ["run_name=sft", "trainer.loss=sft"]
-    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "--min-reward", "1", *sft])
-    assert sum(b.info["rollouts"] for b in all_batches(tmp_path / "sft-offline")) == 14
-    run_trainer(toml, "--replay", tmp_path / "sft-offline" / "batches", *sft, "trainer.learning_rate=1e-2")
-    assert (tmp_path / "sft-replay-sft" / "final" / "model.safetensors").is_file()
+    assert other.returncode == CONFIG and f"replay was '{replay}', now '{tmp_path}/more'" in other.stderr
+    # 2. Imitation of the 14 best.
+    more = ["run_name=best"]
+    evaluate.main([str(toml), "--demonstrations", str(data), "--min-reward", "1", *more])
+    batches = all_batches(tmp_path / "best-demonstrations")
+    texts = sum([texts_with("ce", batch) for batch in batches], [])
+    assert texts == ["abcdef<|end|>"] * 14 and set(sum([texts_with("mask", batch) for batch in batches], [])) == {""}
+    replay = tmp_path / "best-demonstrations" / "batches"
+    run_trainer(toml, "--replay", replay, *more, "trainer.learning_rate=1e-2", "max_steps=9")
+    metrics = lines(tmp_path / "best-replay-cispo" / "metrics.jsonl")
+    assert len(metrics) == len(batches) > 0 and metrics[0]["optim/grad_norm"] > 0
+    assert (tmp_path / "best-replay-cispo" / "final" / "model.safetensors").is_file()
 
 
-def test_bad_lines_of_offline_files_are_named(tmp_path, models, capsys):
+ASK = [{"role": "user", "content": "b"}]
+BAD_LINES = {
+    '{"prompt": "a"}': "line 1 has no completion",
+    '{"question": "a", "completion": "b"}': "line 1 has no prompt",
+    json.dumps({"prompt": ASK, "completion": "a", "reward": 1}): "line 1: its completion must be messages.*'a'",
+    json.dumps({"prompt": "a", "completion": say("a"), "reward": 1}): "line 1: its completion must be text",
+    json.dumps({"prompt": ASK, "completion": [{"content": "a"}], "reward": 1}): "line 1: .* be messages",
+    json.dumps({"prompt": ASK, "completion": say("a"), "reward": "x"}): "reward = 'x' must be a finite number",
+    json.dumps({"prompt": ASK, "completion": say("a"), "reward": math.nan}): "line 1: reward = nan must be",
+    "{": "line 1 of .*: Expecting",
+    json.dumps({"prompt": ASK, "completion": say("a")}): "nothing to learn from.*'unscored': 1",
+    json.dumps({"prompt": ASK, "completion": say("a"), "reward": 1}): "nothing to learn from.*'flat': 1",
+    json.dumps({"prompt": ASK, "completion": say("a" * 99), "reward": 1}): "longer than max_seq_len",
+    json.dumps({"prompt": ASK, "completion": [], "error": "TimeoutError"}): "'failed': 1",
+}
+
+
+def test_bad_lines_of_offline_files_are_named(tmp_path, models):
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
-    say = [{"role": "assistant", "content": "a"}]
-    ask = [{"role": "user", "content": "b"}]
-    for text, problem in {
-        '{"prompt": "a"}': "line 1 has no completion",
-        '{"question": "a", "completion": "b"}': "line 1 has no prompt",
-        json.dumps({"prompt": ask, "completion": "a", "reward": 1}): "line 1: its completion must be messages.*'a'",
-        json.dumps({"prompt": "a", "completion": say, "reward": 1}): "line 1: its completion must be text",
-        json.dumps({"prompt": ask, "completion": [{"content": "a"}], "reward": 1}): "line 1: .* be messages",
-        json.dumps({"prompt": ask, "completion": say, "reward": "x"}): "line 1: reward = 'x' must be a finite number",
-        json.dumps({"prompt": ask, "completion": say, "reward": math.nan}): "line 1: reward = nan must be",
-        "{": "line 1 of .*: Expecting",
-        json.dumps({"prompt": ask, "completion": say}): "nothing to learn from.*'unscored': 1",
-        json.dumps({"prompt": ask, "completion": say, "reward": 1}): "nothing to learn from.*'flat': 1",
-        json.dumps(
-            {"prompt": ask, "completion": [say[0] | {"content": "a" * 99}], "reward": 1}
-        ): "longer than max_seq_len",
-        json.dumps({"prompt": ask, "completion": [], "error": "TimeoutError"}): "'failed': 1",
-    }.items():
-        (tmp_path / "data.jsonl").write_text(text + "\n")
+    data = tmp_path / "data.jsonl"
+    for text, problem in BAD_LINES.items():
+        data.write_text(text + "\n")
         with pytest.raises((RunError, ValueError), match=problem) as e:
-            evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
-        assert e.value.code == 4
-    cut = {"prompt": ask, "completion": say, "truncated": True}  # with rewards by turn, which go with the whole one
-    rows = [json.dumps(cut | {"reward": x, "turn_rewards": [x]}) + "\n" for x in (1.0, 2.0)]
-    (tmp_path / "data.jsonl").write_text("".join(rows))
+            evaluate.main([str(toml), "--offline", str(data)])
+        assert e.value.code == DATA
+    line = {"prompt": ASK, "completion": say("a"), "truncated": True}  # rewards by turn go with the whole one
+    rows = [json.dumps(line | {"reward": x, "turn_rewards": [x]}) + "\n" for x in (1.0, 2.0)]
+    data.write_text("".join(rows))
     with pytest.raises(RunError, match="nothing to learn from.*'flat': 2"):
-        more = ["orchestrator.zero_truncated_completions=true"]
-        evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), *more])
+        evaluate.main([str(toml), "--offline", str(data), "orchestrator.zero_truncated_completions=true"])
+    with pytest.raises(RunError, match="nothing to learn from.*'truncated': 2"):
+        evaluate.main([str(toml), "--demonstrations", str(data)])
 
 
-def test_conversations_become_samples_of_the_policys_tokens():
-    tokenizer, talk = tiny_model.make_tokenizer(), []
+def test_conversations_become_sequences_of_the_policys_tokens():
+    tokenizer = toy.make_tokenizer()
+    talk = []
     for i in range(2):
-        talk += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}"}]
-    (one,) = tiny_model.tokenize_conversation(tokenizer, talk)
-    said = [t for t, m in zip(one["tokens"], one["mask"]) if m]
-    assert tokenizer.decode(said) == "a0<|end|>a1<|end|>" and tokenizer.decode(one["tokens"]) == tokenizer.decode(
-        tokenizer.apply_chat_template(talk, return_dict=False)
-    )
-    assert {t for t, m in zip(one["turn"], one["mask"]) if m} == {0, 1}
+        talk += [{"role": "user", "content": f"q{i}"}, *say(f"a{i}")]
+    (one,) = toy.tokenize_conversation(tokenizer, talk)
+    sampled = [t for t, is_sampled in zip(one["tokens"], one["mask"]) if is_sampled]
+    assert tokenizer.decode(sampled) == "a0<|end|>a1<|end|>"
+    assert one["tokens"] == tokenizer.apply_chat_template(talk, return_dict=False)
+    assert {turn for turn, is_sampled in zip(one["turn"], one["mask"]) if is_sampled} == {0, 1}
     tokenizer.chat_template += "\n"  # written after the end token: never the policy's to say
-    assert tiny_model.tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
+    assert toy.tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
 
 
 def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, models):
     """Answers in the prompt (few-shot) are not the policy's; a truncated one never said its end."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
-    shots = [
-        {"role": "user", "content": "1"},
-        {"role": "assistant", "content": "one"},
-        {"role": "user", "content": "2"},
-    ]
-    data = [{"prompt": shots, "completion": [{"role": "assistant", "content": c}], "reward": r, "truncated": c == "tw"}
-            for c, r in (("two", 1.0), ("tw", 0.0), ("no", 0.5))]  # fmt: skip
+    shots = [{"role": "user", "content": "1"}, *say("one"), {"role": "user", "content": "2"}]
+    data = [{"prompt": shots, "completion": say(text), "reward": reward, "truncated": text == "tw"}
+            for text, reward in (("two", 1.0), ("tw", 0.0), ("no", 0.5))]  # fmt: skip
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
     evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl")])
     (batch,) = all_batches(tmp_path / "run-offline")
-    tokenizer = tiny_model.make_tokenizer()
-    assert trained_texts(batch, tokenizer) == ["two<|end|>", "", "no<|end|>"]
-    assert [s["reward"] for s in batch.samples] == [1.0, 0.0, 0.5] and {s["num_turns"] for s in batch.samples} == {1}
-    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), "trainer.loss=sft", "run_name=sft"])
-    (batch,) = all_batches(tmp_path / "sft-offline")
-    assert trained_texts(batch, tokenizer) == ["two<|end|>", "no<|end|>"]
+    assert texts_with("mask", batch) == ["two<|end|>", "", "no<|end|>"] and set(texts_with("ce", batch)) == {""}
+    assert [(s["reward"], s["num_turns"]) for s in batch.sequences] == [(1.0, 1), (0.0, 1), (0.5, 1)]
+    evaluate.main([str(toml), "--demonstrations", str(tmp_path / "data.jsonl")])
+    (batch,) = all_batches(tmp_path / "run-demonstrations")
+    assert texts_with("ce", batch) == ["two<|end|>", "no<|end|>"] and set(texts_with("mask", batch)) == {""}
+    assert not any("reward" in s for s in batch.sequences)
 
 
 def test_intervals_and_pass_at_k():
@@ -306,31 +315,33 @@ def test_nothing_needs_tools():
 
 @pytest.fixture
 def small_run(models, tmp_path):
-    """Two steps of two groups of two, of which the second group of a step is flat; the second step is not trained."""
+    """Two steps with two groups of two each. The second group of a step is flat; the second step is not trained yet."""
     (tmp_path / "batches").mkdir()
     config = f'model = "{models["untied"]}"\nenv.id = "mine"\n[trainer]\nloss = "cispo"\nadvantage = "mean"\n'
     (tmp_path / "config.toml").write_text(config)
-    told = []
+    text = ""
     for step in range(2):
-        samples = make_samples(4, seed=step, group=2)
-        for i, s in enumerate(samples):
+        sequences = make_sequences(4, seed=step, group=2)
+        for i, s in enumerate(sequences):
             s |= {"env": "task", "reward": [0.0, 1.0, 0.5, 0.5][i], "num_turns": 1}
-            about = {key: s[key] for key in ("env", "group", "rollout", "reward", "num_turns")}
-            about |= {
+            line = {key: s[key] for key in ("env", "group", "rollout", "reward", "num_turns")}
+            line |= {
                 "step": step,
                 "example": 7 + s["group"],
                 "truncated": False,
                 "error": "",
                 "metrics": {"exact": 0.5},
             }
-            about |= {"prompt": [{"role": "user", "content": "why"}], "answer": "so"}
-            about |= {"completion": [{"role": "assistant", "content": f"\x1b[2J {step} {i}"}]}
-            told.append(about | {"dropped": "flat at reward 0.5" if s["group"] else ""})
-        kept = [s for s in samples if not s["group"]]
-        save_batch(tmp_path / "batches" / f"step_{step:06d}.safetensors", kept, {"rollouts": 2})
-    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in told) + '{"step": 2, "rew')
-    logp = np.concatenate([np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_samples(4, group=2)[:2]])
+            line |= {"prompt": [{"role": "user", "content": "why"}], "completion": say(f"\x1b[2J {step} {i}")}
+            line |= {"answer": "so", "dropped": "flat" if s["group"] else ""}
+            text += json.dumps(line) + "\n"
+        save_batch(tmp_path / "batches" / f"step_{step:06d}.safetensors", sequences[:2], {})
+    (tmp_path / "rollouts.jsonl").write_text(text + '{"step": 2, "rew')
+    logp = np.concatenate(
+        [np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_sequences(4, group=2)[:2]]
+    )
     save_file({"logp": logp.astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
+    show.values_of.cache_clear()
     return tmp_path
 
 
@@ -345,27 +356,32 @@ def test_reading_rollouts(small_run, capsys):
     assert "reward 1.000 (exact 0.5)" in shown(capsys, small_run, "--sort", "reward", "--n", "1")
     assert shown(capsys, small_run, "--min-reward", "2").strip() == "no such rollout"
     text = shown(capsys, small_run, "--max-reward", "0", "--step", "0")
-    assert text.count("===") == 1 and "[answer wanted] so" in text
-    assert "dropped: flat at reward 0.5" in shown(capsys, small_run, "--row", "8", "--n", "1")
+    assert text.count("===") == 1 and "[expected answer] so" in text
+    assert "dropped: flat" in shown(capsys, small_run, "--row", "8", "--n", "1")
 
 
-def test_each_sampled_token_has_the_shade_of_its_value(small_run, capsys):
-    masks = [s["mask"] for s in make_samples(4, group=2)[:2]]
+@pytest.mark.parametrize("version", ["this", "the former"])
+def test_each_sampled_token_has_the_shade_of_its_value(version, small_run, capsys):
+    masks = [s["mask"] for s in make_sequences(4, group=2)[:2]]
+    if version == "the former":
+        batch = small_run / "batches" / "step_000000.safetensors"
+        samples = [{"env": "task", "group": 0, "rollout": i, "reward": float(i), "age": 0} for i in range(2)]
+        save_file(load_file(batch), batch, {"samples": json.dumps(samples), "info": '{"rollouts": 2}'})
     text = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99")
     assert text.count("[---]") == sum(masks[0]) and text.count("[+++]") == sum(masks[1]) and text.count("===") == 2
     text = shown(capsys, small_run, "--step", "0", "--color", "diff", "--n", "99")
     assert text.count("[--]") == sum(map(sum, masks))  # 0.05 nats
     assert "[--]" not in shown(capsys, small_run, "--step", "1", "--color", "diff", "--n", "99")  # not trained yet
+    (small_run / "batches" / "step_000001.safetensors").unlink()  # nor written
+    assert "[+++]" not in shown(capsys, small_run, "--step", "1", "--color", "advantage")
 
 
-def test_an_advantage_of_a_module_is_found(small_run, capsys, monkeypatch):
-    """Of configs/, or beside the TOML of the run, as the run found it."""
+def test_an_advantage_of_a_module_is_found(small_run, capsys):
+    """One in configs/algorithms/, or beside the TOML of the run."""
     config = (small_run / "config.toml").read_text()
     (small_run / "elsewhere").mkdir()
     own = "def negative(r_G, group):\n    return r_G.mean() - r_G\n"
     (small_run / "elsewhere" / "own_advantage.py").write_text(own)
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(ROOT / "configs")])
-    monkeypatch.delitem(sys.modules, "losses", raising=False)
     for name in ("losses:permuted", "own_advantage:negative"):
         text = f'origin = "{small_run}/elsewhere/my.toml"\n{config}'.replace('"mean"', f'"{name}"')
         (small_run / "config.toml").write_text(text)
@@ -389,13 +405,14 @@ def test_rollouts_are_chosen_by_reward(low, high, rewards, tmp_path):
 
 
 def test_tmux_opens_a_pane_per_role(models, tmp_path):
-    """What tmux is asked for; a stand-in notes it."""
+    """A stand-in writes down what tmux is asked for."""
     toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tmux").write_text(f'#!/bin/sh\necho "$TMUX|$*" >> {tmp_path}/asked\n')
     (tmp_path / "bin" / "tmux").chmod(0o755)
     path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command, env = ["bash", "tools/tmux.sh", str(toml), "trainer.loss=grpo"], os.environ | {"TMUX": "1", "PATH": path}
+    command = ["bash", "tools/tmux.sh", str(toml), "trainer.loss=grpo"]
+    env = os.environ | {"TMUX": "1", "PATH": path}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0 and "attach" in done.stdout, done.stderr
     asked = (tmp_path / "asked").read_text().splitlines()

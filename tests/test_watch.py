@@ -1,20 +1,27 @@
-"""tools/watch.py, plot.py and track.py on files as a run writes them."""
+"""tools/watch.py, advice.py, plot.py and track.py on files as a run writes them."""
 
 import json
 import math
 import os
 import shlex
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+import tomllib
 
 import numpy as np
 import pytest
-from conftest import ROOT, lines, make_samples
+import torch
+from conftest import ROOT, free_port, lines, make_sequences, start, stop, wait_for, write_run
+from safetensors.numpy import load_file, save_file
 
-import orchestrator
-from tools import plot, show, watch
+from configs import load_config, to_toml
+from configs.serving import adapters
+from orchestrator import save_batch
+from tools import advice, plot, show, watch
 from tools.show import eval_statistics
 
 TALK = {
@@ -33,7 +40,7 @@ def quick_pictures(monkeypatch):
 def step_line(i, **more):
     """A line of metrics.jsonl where all is well."""
     fine = {"step": i, "version": i + 1, "time": 1e9 + i, "loss": -0.01, "policy/entropy": 0.4}
-    fine |= {"reward/mean": 0.5, "reward/std": 0.3, "reward/p10": 0.1, "reward/p90": 0.9, "rollout/truncated": 0.1}
+    fine |= {"reward/mean": 0.5, "reward/std": 0.3, "rollout/truncated": 0.1}
     fine |= {"group/kept": 8, "group/flat": 2, "group/failed": 0, "group/long": 0, "group/empty": 0}
     fine |= {"time/step_s": 1.0, "time/wait_batch_s": 0.1, "time/train_s": 0.7, "time/sync_s": 0.2}
     return fine | {"policy/kl_sampler": 2e-4, "sync/dlogp_max": 1e-5} | more
@@ -54,10 +61,8 @@ def append(path, rows):
 def write_steps(run, steps, is_done=True, config=""):
     """A run of one environment -> its directory."""
     (run / "batches").mkdir(parents=True, exist_ok=True)
-    about = (
-        f'model = "m"\nmax_steps = {len(steps)}\nshow_every = 5\n{config}[inference]\nargs = {{ api_key = "geheim" }}\n'
-    )
-    (run / "config.toml").write_text(about)
+    config = f'model = "m"\nmax_steps = {len(steps)}\nshow_every = 5\n{config}'
+    (run / "config.toml").write_text(config + '[inference]\nargs = { api_key = "geheim" }\n')
     append(run / "metrics.jsonl", [step_line(i) for i in steps])
     append(run / "rollouts.jsonl", [line for i in steps for line in rollout_lines(i)])
     evals = [i for i in steps if i % 10 == 0]
@@ -68,7 +73,7 @@ def write_steps(run, steps, is_done=True, config=""):
     return run
 
 
-def said(capsys, start):
+def printed(capsys, start):
     return [row for row in capsys.readouterr().out.splitlines() if row.startswith(start)]
 
 
@@ -92,54 +97,50 @@ def rollout(reward, truncated=False, error="KeyError"):
     ([[]], ["every prompt is too long"]),
 ])  # fmt: skip
 def test_the_judgment_names_the_key_to_change(groups, failing, capsys):
-    is_ok = watch.judge("task", [[rollout(x) for x in group] for group in groups])
-    failed = said(capsys, "check: FAIL task: ")
+    is_ok = advice.judge("task", [[rollout(x) for x in group] for group in groups])
+    failed = printed(capsys, "check: FAIL task: ")
     assert is_ok == (not failing) and len(failed) == len(failing)
     assert all(any(text in row for row in failed) for text in failing)
 
 
-def test_the_judgment_sees_what_is_cut_off(capsys):
+def test_the_judgment_sees_what_is_cut_off_and_tolerates_a_few_lost(capsys):
     group = [rollout(0.0, True), rollout(1.0, True), rollout(1.0, True), rollout(0.0)]
-    assert not watch.judge("task", [group])
-    (row,) = said(capsys, "check: FAIL")
+    assert not advice.judge("task", [group])
+    (row,) = printed(capsys, "check: FAIL")
     assert "task: 75 % of the rollouts are cut off (limit 50 %); raise orchestrator.sampling.max_tokens" in row
-
-
-def test_a_few_lost_rollouts_are_told_and_no_failure(capsys):
     groups = [[rollout(i % 2) for i in range(40)], [rollout(None, error="reward function exact returned None")]]
-    watch.judge("task", groups)
-    assert any(
-        "1 of 41 rollouts were lost: reward function exact returned None" in x for x in said(capsys, "check: PASS")
-    )
+    advice.judge("task", groups)
+    told = "1 of 41 rollouts were lost: reward function exact returned None"
+    assert any(told in row for row in printed(capsys, "check: PASS"))
 
 
 # --- warnings ---------------------------------------------------------------------------------------------------------
 
-AGES = {"policy/kl_age0": 1e-4, "policy/kl_age2": 2e-4}
+KL = {"policy/kl_staleness0": 1e-4, "policy/kl_staleness2": 2e-4}
 
 
-@pytest.mark.parametrize("more, told", [
+@pytest.mark.parametrize("more, warning", [
     ({}, None),
-    (AGES, None),
+    (KL, None),
     ({"group/flat": 40}, "reward variance vanishes: 40 of 48 groups are flat"),
     ({"reward/std": 0.0}, "reward variance vanishes"),
     ({"rollout/truncated": 0.6}, "60 % of the rollouts are cut off: raise orchestrator.sampling.max_tokens"),
-    (AGES | {"policy/kl_age2": 0.02}, None),  # it grows with age, as it must, and is small
-    (AGES | {"policy/kl_age2": 0.2}, "age: 1.0e-04 nats at 0, 2.0e-01 at 2 versions; lower orchestrator.max_staleness"),
-    (AGES | {"policy/kl_age0": 0.1}, "0.10 nats on rollouts of the very same weights: the engines disagree"),
+    (KL | {"policy/kl_staleness2": 0.02}, None),  # it grows with staleness, as it must, and is small
+    (KL | {"policy/kl_staleness2": 0.2}, "1.0e-04 nats at 0, 2.0e-01 at 2 versions; lower orchestrator.max_staleness"),
+    (KL | {"policy/kl_staleness0": 0.1}, "0.10 nats on rollouts of the very same weights: the engines disagree"),
     ({"rollout/num": 50, "rollout/errors": 10, "error/KeyError": 9}, "20 % of the rollouts are lost to errors (Key"),
     ({"policy/kl_sampler": 0.2}, "KL(sampler || policy) is 0.20 nats; lower"),
     ({"time/wait_batch_s": 0.8}, "the trainer is starved: it waits 80 % of the time"),
 ])  # fmt: skip
-def test_warnings_name_the_key_to_turn(more, told):
-    found = list(watch.warnings([step_line(i, **more) for i in range(10)]).values())
-    assert (len(found) == 1 and told in found[0]) if told else not found
+def test_warnings_name_the_key_to_turn(more, warning):
+    found = list(advice.warnings([step_line(i, **more) for i in range(10)]).values())
+    assert (len(found) == 1 and warning in found[0]) if warning else not found
 
 
 def test_one_bad_step_is_no_warning():
-    steps = [step_line(i, **AGES) for i in range(10)]
-    steps[4] |= {"policy/kl_age0": 3.0, "policy/kl_age2": 9.0, "policy/kl_sampler": 5.0}
-    assert not watch.warnings(steps)
+    steps = [step_line(i, **KL) for i in range(10)]
+    steps[4] |= {"policy/kl_staleness0": 3.0, "policy/kl_staleness2": 9.0, "policy/kl_sampler": 5.0}
+    assert not advice.warnings(steps)
 
 
 def test_a_warning_comes_once_until_it_is_over(tmp_path, capsys):
@@ -147,8 +148,7 @@ def test_a_warning_comes_once_until_it_is_over(tmp_path, capsys):
     cut = [step_line(i, **{"rollout/truncated": 0.9 if i < 30 or i >= 40 else 0.0}) for i in range(60)]
     append(run / "metrics.jsonl", cut)
     watch.main([str(run)])
-    told = said(capsys, "warning: ")
-    assert [row.split(":")[1] for row in told] == [" steps 0 to 9", " steps 40 to 49"]
+    assert [row.split(":")[1] for row in printed(capsys, "warning: ")] == [" steps 0 to 9", " steps 40 to 49"]
 
 
 # --- following --------------------------------------------------------------------------------------------------------
@@ -163,41 +163,96 @@ def test_a_healthy_run_in_a_few_lines(tmp_path, capsys):
     assert rows[0].startswith("check: PASS task: neither too hard nor too easy: reward 0.500 (0 to 1) of 2 rollouts")
     steps = [row.split(":")[0] for row in rows if row.startswith("rollout of")]
     assert steps == ["rollout of step 0", "rollout of step 5", "rollout of step 10"]
-    assert (
-        "time: the trainer trained 70 %, waited 10 % for rollouts, synced 20 % and saved 0 % of 12 s; make" in rows[-1]
-    )
+    shares = "trained 70 %, waited 10 % for rollouts, synced 20 % and saved 0 % of 12 s; make"
+    assert f"time: the trainer {shares}" in rows[-1]
     assert (run / "curves.png").exists() and not (run / "tracker.json").exists()
 
 
-def test_how_to_serve_an_adapter(tmp_path, capsys):
+SERVING = """
+chat_template = "templates/my own.jinja"
+max_seq_len = 64
+[trainer]
+dtype = "bf16"
+head_dtype = "fp32"
+[inference]
+args = { api_key = "REDACTED", enable_auto_tool_choice = true, enable_prefix_caching = false, tool_call_parser = "hermes" }
+"""
+
+
+def test_the_result_is_served_as_the_run_served_it(tmp_path):
     """vLLM refuses a rank above --max-lora-rank, by default 16, and takes only some values for it."""
-    run = write_steps(tmp_path / "run", range(3))
+    run = write_steps(tmp_path / "my run", [])
     (run / "final").mkdir()
+    config = tomllib.loads(f'model = "base/model"\n{SERVING}')
+    flags = '--host 127.0.0.1 --dtype bfloat16 --max-model-len 64 --chat-template "templates/my own.jinja"'
+    flags += """ --hf-overrides '{"head_dtype": "float32"}' --enable-auto-tool-choice --no-enable-prefix-caching"""
+    flags = shlex.split(f"{flags} --tool-call-parser hermes")
+    serve, evaluate = map(shlex.split, watch.commands(run, config))
+    python = watch.from_root(sys.executable)
+    assert serve == [python, "-m", "configs.serving.server", "--model", f"{run}/final", *flags]
+    evaluation = [python, "tools/evaluate.py", f"{run}/config.toml", "--eval", "--base-url", "http://127.0.0.1:8000/v1"]
+    assert evaluate == [*evaluation, "--model", f"{run}/final"]
     (run / "final" / "adapter_config.json").write_text('{"r": 20}')
+    serve, evaluate = map(shlex.split, watch.commands(run, config))
+    lora = ["--lora-modules", f"final={run}/final", "--enable-lora", "--max-lora-rank", "32"]
+    assert serve == [python, "-m", "configs.serving.server", "--model", "base/model", *flags, *lora]
+    assert evaluate == [*evaluation, "--model", "final"]
+    # Below the repository's directory they are relative to it, but links are not followed.
+    assert watch.from_root(ROOT / "outputs" / "run") == "outputs/run"
+    assert watch.from_root(ROOT / ".venv" / "bin" / "python").endswith("bin/python")
+
+
+def finished_run(path, model, env, *overrides, rank=0):
+    """The directory of a run that has ended: a model as it is, or adapters to it that change nothing."""
+    cfg = load_config(write_run(path, model, 1, env), overrides)
+    run = path / "run"
+    if rank:
+        ends = {"A": (rank, 64), "B": (64, rank)}
+        name = "model.layers.0.self_attn.q_proj.lora"
+        zeros = {f"{name}_{end}.weight": torch.zeros(shape) for end, shape in ends.items()}
+        adapters.write(run / "final", zeros, cfg.trainer._asdict(), str(model))
+    else:
+        shutil.copytree(model, run / "final")
+    (run / "config.toml").write_text(to_toml(cfg))
+    (run / "done").write_text("1")
+    append(run / "metrics.jsonl", [step_line(0)])
+    return run
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("kind", ["model", "adapter and tools"])
+def test_the_printed_commands_run(kind, models, tmp_path, capsys):
+    """Both as they are, by a shell in the repository's directory, but on a port of their own."""
+    if kind == "model":
+        run = finished_run(tmp_path, models["untied"], '{ kind = "letter" }', "eval.num_examples=4")
+    else:
+        more = ["trainer.use_lora=true", "trainer.lora_rank=12", 'trainer.lora_target_modules=["q_proj"]']
+        more += ["eval.num_examples=4", "inference.args.enable_auto_tool_choice=true"]
+        more += ["inference.args.tool_call_parser=hermes"]
+        run = finished_run(tmp_path, models["tools"], '{ kind = "tools" }', *more, rank=12)
     watch.main([str(run), "--once"])
-    flags = f"--enable-lora --max-lora-rank 32 --lora-modules final={run / 'final'}"
-    assert said(capsys, "result: vllm") == [f"result: vllm serve m --generation-config vllm {flags}"]
+    serve, evaluate = [row.removeprefix("result: ") for row in printed(capsys, "result: ")[1:]]
+    port = free_port()
+    server = start(["bash", "-c", f"exec {serve} --port {port}"], tmp_path / "log", TMPDIR="/tmp")
+    try:
+        wait_for(f"http://127.0.0.1:{port}", server, tmp_path / "log")
+        command = evaluate.replace(":8000/", f":{port}/")
+        done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    finally:
+        stop(server)
+    assert done.returncode == 0 and "lost to errors 0" in done.stdout, done.stdout + done.stderr
 
 
-def test_commands_that_are_told_can_be_pasted(tmp_path, capsys):
-    """Of a directory with a space; and of evaluations of a single row, which have no interval and no gain."""
-    run = write_steps(tmp_path / "my run", range(11))
-    (run / "final").mkdir()
-    watch.main([str(run), "--once"])
-    first, *commands = [row.removeprefix("result: ") for row in said(capsys, "result: ")]
-    assert first == "task: reward 1.000 in 10 steps"
-    assert shlex.split(commands[0])[:3] == ["vllm", "serve", str(run / "final")]
-    assert shlex.split(commands[1])[:3] == ["python", "tools/evaluate.py", f"{run}/config.toml"]
-    assert shlex.split(commands[1])[-1] == str(run / "final")
-
-
-def test_the_steps_that_a_killed_run_will_do_are_those_after_its_checkpoint(tmp_path, capsys):
+def test_the_steps_that_a_run_will_do_are_those_after_its_checkpoint(tmp_path, capsys):
     config = "[orchestrator]\nbatch_size = 4\nrollouts_per_example = 2\n[eval]\nevery = 0\n"
     run = write_steps(tmp_path / "run", range(8), config=config)
     (run / "checkpoints" / "step_000005").mkdir(parents=True)
     (run / "checkpoints" / "step_000008.tmp").mkdir()
     watch.Watch(run, "", True).begin()
     assert "steps 5 to 7, 4 rollouts each, in groups of 2, never evaluated; " in capsys.readouterr().out
+    (run / "checkpoints" / "step_000008").mkdir()
+    watch.Watch(run, "", False).begin()
+    assert "m, all 8 steps are done, " in capsys.readouterr().out
 
 
 def test_half_a_line_of_its_own_is_cut_off_and_a_damaged_one_is_named(tmp_path):
@@ -209,7 +264,7 @@ def test_half_a_line_of_its_own_is_cut_off_and_a_damaged_one_is_named(tmp_path):
     assert (run / "watch.jsonl").read_bytes() == whole
     with open(run / "metrics.jsonl", "a") as f:
         f.write('{"step": 3, "vers\n')
-    with pytest.raises(ValueError, match="metrics.jsonl: what begins at byte [0-9]+ is damaged"):
+    with pytest.raises(ValueError, match="metrics.jsonl: the line at byte [0-9]+ is damaged"):
         watch.main([str(run), "--once"])
 
 
@@ -290,37 +345,46 @@ def test_a_wrong_directory_is_one_line_and_2(tool, tmp_path):
 # --- numbers that the run does not write ------------------------------------------------------------------------------
 
 
-def test_kl_by_age_is_of_the_samples_of_that_age(tmp_path):
-    from safetensors.numpy import save_file
-
-    (tmp_path / "batches").mkdir()
-    samples = [s | {"age": i % 3} for i, s in enumerate(make_samples(24))]
-    orchestrator.save_batch(tmp_path / "batches" / "step_000000.safetensors", samples, {"rollouts": 24})
+def test_kl_by_staleness_is_of_the_sequences_of_that_staleness(tmp_path):
+    batch = tmp_path / "batches" / "step_000000.safetensors"
+    batch.parent.mkdir()
+    sequences = [s | {"staleness": i % 3, "trainable": i > 3} for i, s in enumerate(make_sequences(24))]
+    save_batch(batch, sequences, {})
     rng = np.random.default_rng(0)
-    parts, expected = [], {0: [], 1: [], 2: []}
-    for s in samples:
-        mask, old = np.array(s["mask"], bool), np.array(s["old_logp"])
-        log_r = rng.normal(0, 0.1 * (1 + s["age"]), len(mask))
-        parts.append(np.where(mask, old + log_r, 0))
-        expected[s["age"]] += [math.exp(x) - 1 - x for x in log_r[mask]]
-    save_file({"logp": np.concatenate(parts).astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
-    found = watch.kl_by_age(tmp_path, 0)
-    assert found.keys() == {f"policy/{kind}_age{age}" for kind in ("kl", "tokens") for age in range(3)}
-    for age, values in expected.items():
-        assert found[f"policy/kl_age{age}"] == pytest.approx(np.mean(values), rel=1e-3)
-        assert found[f"policy/tokens_age{age}"] == len(values)
-    assert watch.kl_by_age(tmp_path, 1) == {}
+    parts = []
+    expected = {0: [], 1: [], 2: []}
+    for s in sequences:
+        mask = np.array(s["mask"], bool)
+        old_logp = np.array(s["old_logp"])
+        log_r = rng.normal(0, 0.1 * (1 + s["staleness"]), len(mask))
+        parts.append(np.where(mask, old_logp + log_r, 0))
+        if s["trainable"]:
+            expected[s["staleness"]] += [math.exp(x) - 1 - x for x in log_r[mask]]
+    save_file({"logp": np.concatenate(parts).astype(np.float32)}, batch.with_stem("logp_000000"))
+    found = watch.kl_by_staleness(tmp_path, 0)
+    assert found.keys() == {f"policy/{kind}_staleness{n}" for kind in ("kl", "tokens") for n in range(3)}
+    for staleness, kl in expected.items():
+        assert found[f"policy/kl_staleness{staleness}"] == pytest.approx(np.mean(kl), rel=1e-3)
+        assert found[f"policy/tokens_staleness{staleness}"] == len(kl)
+    assert watch.kl_by_staleness(tmp_path, 1) == {}
+    # A file of the former version.
+    old = [{"env": "test", "age": s["staleness"], "trainable": s["trainable"]} for s in sequences]
+    save_file(load_file(batch), batch, {"samples": json.dumps(old), "info": "{}"})
+    assert watch.kl_by_staleness(tmp_path, 0) == found
 
 
-def test_a_mix_has_numbers_of_each_environment(tmp_path):
-    """Of a batch with one environment there are none: they would be those of all."""
+@pytest.mark.parametrize("dropped", ["flat", "flat at reward 1"])  # the second is the former version's
+def test_numbers_of_a_batch_and_of_each_environment_of_a_mix(dropped, tmp_path):
+    """A batch of one environment has no numbers of each: they would be those of all."""
     run = write_steps(tmp_path, range(2))
-    append(run / "rollouts.jsonl", rollout_lines(1, "other", (1.0, 1.0, None), dropped="flat at reward 1", error=""))
+    append(run / "rollouts.jsonl", rollout_lines(1, "other", (1.0, 1.0, None), dropped=dropped))
     watch.main([str(run), "--once"])
-    first, second = (json.loads(line) for line in (run / "watch.jsonl").read_text().splitlines())
+    first, second = lines(run / "watch.jsonl")
     assert not any(key.startswith("env/") for key in first)
+    assert [first[f"reward/p{q}"] for q in (10, 50, 90)] == [pytest.approx(q / 100) for q in (10, 50, 90)]
+    assert first["rollout/distinct"] == 0.5 and second["rollout/distinct"] == 0.4  # all say the same in groups of 2, 3
     expected = {"reward/mean": 1.0, "reward/std": 0.0, "reward/exact": 0.5, "rollout/num": 3, "group/flat": 1}
-    for key, value in (expected | {"group/kept": 0, "rollout/turns": 1.0}).items():
+    for key, value in (expected | {"group/kept": 0, "rollout/turns": 1.0, "reward/p10": 1.0}).items():
         assert second[f"env/other/{key}"] == value, key
     assert second["env/task/reward/mean"] == 0.5 and second["env/task/group/kept"] == 1
 
@@ -356,11 +420,11 @@ vllm:num_preemptions_total{engine="0"} 2.0
 def test_where_the_time_goes(train, wait, sync, queue, remedy):
     seconds = {"step": 20.0, "train": train, "wait_batch": wait, "sync": sync, "checkpoint": 20 - train - wait - sync}
     page = PAGE.replace('seconds_sum{engine="0"} 5.0', f'seconds_sum{{engine="0"}} {queue}')
-    told = watch.where_time_goes(seconds, [page], [page, page, page])
-    assert told.startswith(f"time: the trainer trained {5 * train} %, waited {5 * wait} % for rollouts")
-    assert f"of 20 s; servers: 100 tokens/s, {2 * queue} % of" in told
-    assert "4 preemptions, 75 % of prompts cached; " in told and remedy in told
-    assert remedy in watch.where_time_goes(seconds, [""], [""]) or queue == 40
+    text = advice.where_time_goes(seconds, [page], [page, page, page])
+    assert text.startswith(f"time: the trainer trained {5 * train} %, waited {5 * wait} % for rollouts")
+    assert f"of 20 s; servers: 100 tokens/s, {2 * queue} % of" in text
+    assert "4 preemptions, 75 % of prompts cached; " in text and remedy in text
+    assert remedy in advice.where_time_goes(seconds, [""], [""]) or queue == 40
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -369,8 +433,13 @@ def test_where_the_time_goes(train, wait, sync, queue, remedy):
 def test_curves_of_runs_and_replays(tmp_path):
     import matplotlib.image
 
-    run, other, empty = write_steps(tmp_path / "run", range(12)), tmp_path / "run-replay-grpo", tmp_path / "empty"
-    append(run / "watch.jsonl", [{"step": i, "policy/kl_age0": 1e-3, "policy/kl_age1": 1e-2} for i in range(12)])
+    run = write_steps(tmp_path / "run", range(12))
+    other = tmp_path / "run-replay-grpo"
+    empty = tmp_path / "empty"
+    for name in ("staleness", "age"):  # the second is the former version's
+        kl = {f"policy/kl_{name}0": 1e-3, f"policy/kl_{name}1": 1e-2}
+        assert plot.by_staleness(kl) == {0: 1e-3, 1: 1e-2}
+    append(run / "watch.jsonl", [kl | {"step": i, "reward/p10": 0.1, "reward/p90": 0.9} for i in range(12)])
     other.mkdir()
     empty.mkdir()
     append(other / "metrics.jsonl", [step_line(i, **{"reward/mean": None, "time/sync_s": None}) for i in range(4)])
@@ -489,9 +558,7 @@ def test_trackio_gets_it_all_offline(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", "trackio"]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "warning:" not in done.stdout, done.stdout + done.stderr
-    import sqlite3
-
-    (file,) = [f for f in (tmp_path / "trackio").glob("*.db")]
+    (file,) = (tmp_path / "trackio").glob("*.db")
     found = [json.loads(x) for (x,) in sqlite3.connect(file).execute("select metrics from metrics")]
     assert sum("reward/mean" in x for x in found) == 12 and sum("eval/task/reward/mean" in x for x in found) == 2
     assert sum("rollouts" in x for x in found) == 2
@@ -509,5 +576,5 @@ def test_a_tracker_that_fails_leaves_the_rest(tmp_path, capsys, monkeypatch):
     watch.main([str(run)])
     out = capsys.readouterr().out
     (row,) = [row for row in out.splitlines() if row.startswith("warning: ")]
-    assert "the tracker failed (ConnectionError: no route)" in row and "--once --tracker wandb" in row
+    assert "the tracker failed (ConnectionError: no route)" in row and row.endswith("--once --tracker wandb")
     assert "time: " in out and (run / "curves.png").exists()
