@@ -32,6 +32,7 @@ import time
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import httpx
@@ -280,6 +281,8 @@ def load_batch(path, cfg=None, step=None):
         info = json.loads(metadata["info"])
         lens = fields.pop("lens").tolist()
         fields["at"] = torch.arange(sum(lens))  # where each token is among all of the batch
+        ce_T = fields.get("ce", torch.zeros(sum(lens)))
+        fields["ce"] = ce_T.nan_to_num()  # nan: a sequence without it in a file of others that have it
         for name, values_T in fields.items():
             for sequence, values in zip(sequences, values_T.split(lens)):
                 sequence[name] = values
@@ -289,7 +292,6 @@ def load_batch(path, cfg=None, step=None):
         refuse_other(info["run"], cfg, path)
         require(info["step"] == step, DATA, f"{path} holds batch {info['step']}")
     for i, s in enumerate(sequences):
-        s.setdefault("ce", torch.zeros(lens[i]))
         s.setdefault("trainable", True)
         s.setdefault("rollout", f"sequence {i}")  # a demonstration has neither group nor reward
         s["baseline"] = (s.get("env"), s.get("group"), s.get("agent", ""))  # the rewards of these have one mean
@@ -323,15 +325,15 @@ def partition_by_length(lens, budget, ranks, multiple, overhead):
 def pad_fields(sequences, width):
     """{name: [B, width]} of per-token fields, padded on the right, and of numbers, which are every token's."""
     fields = {}
-    for name, values in sequences[0].items():
-        if torch.is_tensor(values):
-            rows = [s[name] for s in sequences]
-            padded_BW = pad_sequence(rows, batch_first=True)
+    for name in {}.fromkeys(chain(*sequences)):
+        values = [s.get(name) for s in sequences]
+        numbers = [x if isinstance(x, int | float) else math.nan for x in values]
+        if torch.is_tensor(values[0]):
+            padded_BW = pad_sequence(values, batch_first=True)
             missing = width - padded_BW.shape[1]
             fields[name] = F.pad(padded_BW, (0, missing))
-        elif isinstance(values, int | float):
-            numbers = np.array([s.get(name) for s in sequences], "f4")  # None becomes nan
-            number_B = torch.tensor(numbers)
+        elif not all(map(math.isnan, numbers)):
+            number_B = torch.tensor(numbers, dtype=torch.float32)
             fields[name] = number_B[:, None].expand(-1, width)
     return fields
 
@@ -443,7 +445,7 @@ def add_advantages(sequences, t):
             adv_of[key, rollout] = torch.tensor(adv)
     for s in sequences:
         adv = adv_of.get((s["baseline"], s["rollout"]), torch.tensor(0.0))
-        s["adv"] = adv[s["turn"].long()] if by_turn else adv.expand(len(s["tokens"]))
+        s["adv"] = adv[s["turn"].long()] if adv.dim() else adv.expand(len(s["tokens"]))
         what = f"trainer.advantage = {t.advantage!r}: not finite in group {s['baseline']}"
         require(s["adv"].isfinite().all(), DATA, what)
 
@@ -621,13 +623,12 @@ def add_up(sums, logs, mask_N):
         sums[name] += counted_N.sum().float()
 
 
-def token_means(sums, sequences):
+def token_means(sums, num_tokens):
     """{name: sum on this rank} -> {name: mean over the tokens of the policy's own, on all ranks}. Collective."""
-    tokens = sum(int(s["mask"].sum()) for s in sequences)
     names = sorted(sums)
     total = torch.stack([sums[name] for name in names])
     dist.all_reduce(total)
-    means = total / max(1, tokens)
+    means = total / num_tokens
     return dict(zip(names, means.tolist()))
 
 
@@ -639,6 +640,7 @@ def train_step(policy, optimizer, batch, step, cfg):
     t = cfg.trainer
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
+    num_tokens = max(1, sum(int(s["mask"].sum()) for s in sequences))
     logp_T = torch.zeros(batch.info["num_tokens"], device=policy.device)
     # 1. What is a function of the step: the learning rate and, with the rank, dropout.
     set_learning_rate(optimizer, step, cfg)
@@ -669,14 +671,15 @@ def train_step(policy, optimizer, batch, step, cfg):
                     logs["policy/entropy"] = entropy_N
                     logs["policy/kl_sampler"] = k3(logp_N - micro["old_logp_N"])
                     add_up(sums, logs, micro["mask_N"])
-                    sums["loss"] += loss_N.detach().sum() * micro["tokens"]
+                    share = len(part) / len(sequences)
+                    sums["loss"] += loss_N.detach().sum() * share * num_tokens
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
             skipped += not math.isfinite(grad_norm)
     # 7. Sums become means over all ranks.
     dist.all_reduce(logp_T)  # every rank but one has 0
-    metrics = token_means(sums, sequences)
+    metrics = token_means(sums, num_tokens)
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
     metrics["optim/grad_norm"] = grad_norm
     metrics["optim/skipped"] = skipped
