@@ -4,12 +4,13 @@ import asyncio
 
 
 def play(env, row, *replies):
-    """A rollout of the row in which the policy says these texts or messages -> state, reward, metrics.
+    """A rollout of the row in which the policy says these texts or messages. Returns the state, the reward and metrics.
 
-    state["asked"]: the prompts, one per reply, as the environment gave them to the policy."""
-    asked, left = [], list(replies)
+    state["asked"]: the prompts, one for each reply, as the environment gave them to the policy."""
+    asked = []
+    left = list(replies)
 
-    async def generate(prompt, tools=None):
+    async def generate(prompt, tools=None, agent="", trainable=True):
         assert tools == env.tools
         asked.append(list(prompt))
         reply = left.pop(0)

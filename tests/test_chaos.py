@@ -9,14 +9,16 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from conftest import RUN_TOML, all_batches, lines, orchestrate, some
 
 import orchestrator
 import trainer
-from configs import RunError, load_config
+from configs import load_config
 from configs.environments.rubrics import GroupRubric
 from configs.environments.tools import ToolEnv
 from configs.models.toy import as_template_sees
+from configs.runtime.role import RunError
 from env import Truncated
 
 REWARDS = {
@@ -84,10 +86,10 @@ class Chaos:
         room = client.cfg.run.max_seq_len - len(prompt_ids)
         if room < 1:
             raise Truncated
-        choices = [self.choice(i, min(body["max_tokens"], room), fault) for i in range(body["n"])]
-        return {"choices": [] if fault == "no choices" else choices, "prompt_token_ids": prompt_ids}
+        choices = [] if fault == "no choices" else [self.choice(min(body["max_tokens"], room), fault)]
+        return {"choices": choices, "prompt_token_ids": prompt_ids}
 
-    def choice(self, i, max_tokens, fault):
+    def choice(self, max_tokens, fault):
         num = min(TOKENS[self.rng.choice([*TOKENS])] if self.bad() else 4, max_tokens)
         ids, logps = [self.rng.randrange(7, 102) for _ in range(num)], [-self.rng.random() * 5 for _ in range(num)]
         wrong = {"nan": float("nan"), "-inf": -float("inf"), "positive": 0.5}.get(fault.removeprefix("logprobs "))
@@ -101,13 +103,7 @@ class Chaos:
         content = None if fault == "logprobs none" else [{"logprob": x} for x in logps]
         done = "length" if num == max_tokens else "stop"
         ids = None if fault == "no ids" else ids
-        return {
-            "index": i,
-            "message": message,
-            "token_ids": ids,
-            "logprobs": {"content": content},
-            "finish_reason": done,
-        }
+        return {"message": message, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": done}
 
 
 @pytest.fixture(scope="module")
@@ -117,17 +113,9 @@ def policy(models, tmp_path_factory):
     return trainer.build_policy(load_config(path))
 
 
-@pytest.fixture(scope="module")
-def tokenizer(models):
-    import transformers
-
-    return transformers.AutoTokenizer.from_pretrained(models["untied"])
-
-
 @pytest.mark.parametrize("block", some(range(10), 4))
-def test_random_mixes(block, policy, tokenizer, models, tmp_path, monkeypatch):
-    import transformers
-
+def test_random_mixes(block, policy, models, tmp_path, monkeypatch):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models["untied"])
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path, **_: tokenizer)
     ends = Counter()
     for seed in range(20 * block, 20 * block + 20):
@@ -140,13 +128,10 @@ def one_mix(seed, chaos, policy, models, path, monkeypatch):
     path.mkdir()
     env = '[env]\nid = "think_env"\n[inference.args]\nenable_auto_tool_choice = true'
     (path / "run.toml").write_text(RUN_TOML.format(model=models["untied"], out=path, steps=1, env=env))
-    more = [
-        f"orchestrator.max_error_share={seed % 3 / 2}",
-        "orchestrator.generation_timeout=0.3",
-        "orchestrator.sampling.max_tokens=20",
-        'inference.urls=["http://x"]',
-    ]
-    cfg = load_config(path / "run.toml", [*more, "inference.allow_remote=true", f"seed={seed}"])
+    more = (f"orchestrator.max_error_share={seed % 3 / 2}", "orchestrator.generation_timeout=0.3", f"seed={seed}")
+    cfg = load_config(
+        path / "run.toml", [*more, "orchestrator.sampling.max_tokens=20", 'inference.urls=["http://127.0.0.1"]']
+    )
     monkeypatch.setattr(orchestrator.Client, "post", lambda self, *args: chaos.post(self, *args))
     monkeypatch.setattr("orchestrator.load_environment", lambda *args: chaos.environment())
     try:
@@ -164,9 +149,9 @@ def one_mix(seed, chaos, policy, models, path, monkeypatch):
         groups = Counter(r["group"] for r in mine)
         kept_or_not = sum(m[f"group/{why}"] for why in ("kept", "flat", "failed", "empty"))
         assert set(groups.values()) == {4} and len(groups) == kept_or_not
-        trained = {(s["group"], s["rollout"]) for s in batch.samples}
+        trained = {(s["group"], s["rollout"]) for s in batch.sequences}
         assert trained <= {(r["group"], r["rollout"]) for r in scored if not r["dropped"]}
-        params = list(trainer.trained(policy).values())
+        params = list(policy.trained().values())
         metrics, _ = trainer.train_step(policy, torch.optim.AdamW(params, 1e-4), batch, n, cfg)
         assert metrics["loss"] == metrics["loss"] and abs(metrics["loss"]) < 1e3 and not metrics["optim/skipped"]
         assert all(p.isfinite().all() for p in params)

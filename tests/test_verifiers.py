@@ -1,12 +1,12 @@
-"""Environments of the real verifiers package through configs/environments/verifiers_v0.py, against the same written for ours."""
+"""Environments of the real verifiers package, by configs/environments/verifiers_v0.py, against the same written for ours."""
 
 import pytest
 from conftest import all_batches, lines
 from scripted import play
 
-from configs import RunError
 from configs.environments.scoring import score
-from configs.models import toy as tiny_model
+from configs.models import toy
+from configs.runtime.role import RunError
 from env import load_environment
 
 ENV = '{{ kind = "{}" }}\n[inference.args]\nenable_auto_tool_choice = true'
@@ -23,9 +23,9 @@ def rollouts(run):
 
 @pytest.mark.parametrize("kind", ["single", "multi", "tool"])
 def test_rewards_turns_and_tokens_come_through_unchanged(rollouts, kind, tmp_path):
-    """The fake server's answers are a function of prompt and weights: what is equal here was asked, read and scored
-    alike. A turn more or less, another tool schema or template input would give other tokens."""
-    fresh = "orchestrator.max_staleness=0"  # else which version a rollout starts at depends on the machine's load
+    """The fake server's answers are a function of the prompt and the weights: what is equal here was asked, read and
+    scored alike. A turn more or less, another tool schema or template input would give other tokens."""
+    fresh = "orchestrator.max_staleness=0"  # otherwise which version a rollout starts at depends on the machine's load
     theirs, batches = rollouts(kind, fresh)
     for path in (tmp_path / "run" / "batches").iterdir():
         path.unlink()
@@ -38,9 +38,9 @@ def test_rewards_turns_and_tokens_come_through_unchanged(rollouts, kind, tmp_pat
         assert [m["content"] for m in a["completion"]] == [m["content"] for m in b["completion"]]
         assert a["num_turns"] == b["num_turns"] and a["versions"][0] == b["versions"][0]
     for a, b in zip(batches, our_batches):
-        assert list(a.lens) == list(b.lens)
-        for name in ("tokens", "mask", "old_logp", "turn"):
-            assert a.columns[name].tolist() == b.columns[name].tolist(), name
+        for s, ours in zip(a.sequences, b.sequences, strict=True):
+            for name in ("tokens", "mask", "old_logp", "turn"):
+                assert s[name].tolist() == ours[name].tolist(), name
     if kind == "multi":
         assert {r["num_turns"] for r in theirs} == {3} and {r["metrics"]["num_turns"] for r in theirs} == {3.0}
 
@@ -62,8 +62,8 @@ def test_tools_are_called_and_errors_go_back_as_text():
     assert metrics["total_tool_calls"] == 2 and metrics["double_calls"] == 2 and reward == metrics["letters"] + 1.5
     assert env.tools[0]["function"]["name"] == "double"
     assert seen[1][-2]["tool_calls"][0]["function"] == {"name": "double", "arguments": '{"a": 21}'}
-    assert seen[0] == env.start(env.dataset[3])["prompt"]  # so that a group's first turn is one request
-    tokenizer = tiny_model.make_tokenizer()
+    assert seen[0] == env.start(env.dataset[3])["prompt"]
+    tokenizer = toy.make_tokenizer()
     assert tokenizer.apply_chat_template(seen[0], tokenize=False) == "<|system|>S<|end|><|user|>row 3<|end|>"
 
 
