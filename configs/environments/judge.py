@@ -37,7 +37,7 @@ class Judge:
     base_url: the server's address; by default the policy's own server, which exists only while training.
     template: text with {prompt}, {completion} and {answer}. A reply must end with <score>x</score>, x from 0 to scale.
 
-    The openai library retries 429, 5xx and lost connections with backoff and honours Retry-After. The key comes from
+    The openai library retries 429, 5xx and lost connections with backoff and honors Retry-After. The key comes from
     OPENAI_API_KEY."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Runs Python code that a model wrote. The sandbox contains accidents and casual abuse, but it is no defence against
+"""Runs Python code that a model wrote. The sandbox contains accidents and casual abuse, but it is no defense against
 attacks on the kernel. For hostile models, put the whole orchestrator into its own container or virtual machine.
 
 Each call gets its own user, mount, network, pid and ipc namespaces (unshare) and its own root directory, which holds
