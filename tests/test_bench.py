@@ -48,7 +48,7 @@ def test_the_head_keeps_no_logits():
 
 @pytest.mark.long
 def test_the_orchestrators_rate_is_measured():
-    rate, cpu, _ = bench("orchestrate", "group", "2")
+    rate, cpu, _ = bench("orchestrate", "measure", "2")
     assert rate > 0 and cpu > 0
 
 

@@ -514,7 +514,7 @@ def test_bad_rubrics_and_no_rows_are_named():
 
 
 def test_environments_load_by_name(tmp_path, monkeypatch):
-    """Beside the TOML, which load_config puts first on Python's path, or in configs/."""
+    """Beside the TOML, which load_config puts on Python's path, or in configs/tasks/."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "mine.toml").write_text((ROOT / "configs" / "reverse_text.toml").read_text())
     load_config(tmp_path / "mine.toml")
@@ -550,21 +550,19 @@ def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch)
     template = functools.partial(run.tokenizer.apply_chat_template, add_generation_prompt=True, return_dict=False)
 
     async def post(self, server, path, body):  # a server whose policy guesses
-        choices = []
-        for i in range(body["n"]):
-            ids = [*run.tokenizer.encode(f"<guess>{random.randint(1, 100)}</guess>" * (i % 4 > 0)), 0]
-            logprobs = {"content": [{"logprob": -1.0} for _ in ids]}
-            message = {"role": "assistant", "content": run.tokenizer.decode(ids[:-1])}
-            choices.append({"index": i, "message": message, "token_ids": ids, "logprobs": logprobs})
-            choices[-1]["finish_reason"] = "stop"
-        return {"choices": choices, "prompt_token_ids": template(body["messages"])}
+        guess = random.choice(["", f"<guess>{random.randint(1, 100)}</guess>"])
+        ids = [*run.tokenizer.encode(guess), 0]
+        choice = {"message": {"role": "assistant", "content": guess}, "token_ids": ids, "finish_reason": "stop"}
+        choice["logprobs"] = {"content": [{"logprob": -1.0} for _ in ids]}
+        return {"choices": [choice], "prompt_token_ids": template(body["messages"])}
 
     monkeypatch.setattr(orchestrator.Client, "post", post)
     run_dir = run(3, '[env]\nid = "higher_lower"\nargs = { num = 60, max_turns = 3 }', "max_seq_len=512")
     batches = all_batches(run_dir)
-    assert len(batches) == 3 and all(b.columns["mask"].any() for b in batches)
-    assert all(len({s["reward"] for s in b.samples}) > 1 for b in batches)
-    assert {s["num_turns"] for b in batches for s in b.samples} >= {3}
+    assert len(batches) == 3
+    for batch in batches:
+        assert any(s["mask"].any() for s in batch.sequences) and len({s["reward"] for s in batch.sequences}) > 1
+    assert {s["num_turns"] for b in batches for s in b.sequences} >= {3}
 
 
 def test_an_empty_info_is_a_dict_and_a_state_may_have_any_name():

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "configs"), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
-PATHS = ":".join(sys.path[:4])  # for processes of the parts
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+PATHS = ":".join(sys.path[:3])  # for processes of the parts
 
 SHAPES = {"0.8M": (4, 128, 102), "58M": (8, 512, 32000)}  # layers, hidden, vocabulary
 
@@ -16,10 +16,9 @@ SHAPES = {"0.8M": (4, 128, 102), "58M": (8, 512, 32000)}  # layers, hidden, voca
 def row(measure, value, unit, target=""):
     """A line of the table; value None: not reached; target: "", or a comparison such as ">= 5" with the value."""
     sign, _, limit = target.partition(" ")
-    if value is None or not target:
-        met = None if not target else False
-    else:
-        met = value >= float(limit) if sign == ">=" else value <= float(limit)
+    met = None
+    if target:
+        met = value is not None and (value >= float(limit) if sign == ">=" else value <= float(limit))
     return {"measure": measure, "value": value, "unit": unit, "target": target, "met": met}
 
 
@@ -29,15 +28,15 @@ def tell(rows):
 
 
 def make_model(path, shape):
-    from configs.models import toy as tiny_model
+    from configs.models import toy
 
     layers, hidden, vocab = SHAPES[shape]
-    tiny_model.make_model(path, tiny_model.make_tokenizer(), layers, hidden, vocab=vocab)
+    toy.make_model(path, toy.make_tokenizer(), layers, hidden, vocab=vocab)
     return path
 
 
 def config(path, model, *overrides):
-    """A checked configuration of full fine-tuning in fp32, of which the parts change what they measure."""
+    """A checked configuration of full fine-tuning in fp32. The parts change what they measure."""
     from configs import load_config
 
     (path / "bench.toml").write_text(f'model = "{model}"\n[env]\nid = "bench_env"\n')
@@ -53,18 +52,18 @@ def rollouts(num, seed=0):
 
 
 def make_batch(path, lens, vocab, seed=0):
-    """A batch file of such lengths, with random tokens and rewards, in groups of 8 -> Batch."""
+    """The Batch of a file with sequences of such lengths, with random tokens and rewards, in groups of 8."""
     from orchestrator import save_batch
     from trainer import load_batch
 
     rng = random.Random(seed)
-    samples = [{
+    sequences = [{
         "tokens": [rng.randrange(8, min(vocab, 32000)) for _ in range(p + c)], "mask": [0] * p + [1] * c,
-        "old_logp": [0.0] * p + [-math.log(vocab)] * c, "turn": [0] * (p + c), "temperature": 1.0, "age": 0,
+        "old_logp": [0.0] * p + [-math.log(vocab)] * c, "turn": [0] * (p + c), "temperature": 1.0, "staleness": 0,
         "env": "bench", "group": i // 8, "rollout": i % 8, "reward": rng.random(), "num_turns": 1,
     } for i, (p, c) in enumerate(lens)]  # fmt: skip
     file = path / f"{len(lens)}_{vocab}.safetensors"
-    save_batch(file, samples, {"rollouts": len(lens), "max_tokens": 256})
+    save_batch(file, sequences, {"max_tokens": 256})
     return load_batch(file)
 
 

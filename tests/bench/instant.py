@@ -1,7 +1,6 @@
 """A server that answers at once with what it was told to: `python instant.py PORT REPLIES.json`, {path: body}.
 
-tools/bench.py measures the orchestrator against it, so it does next to nothing itself: no parsing but of the length,
-and of "n": the body under "/v1/chat/completions n" if there is one for that n."""
+tools/bench.py measures the orchestrator against it, so it does next to nothing itself: it parses the length alone."""
 
 import asyncio
 import json
@@ -22,9 +21,8 @@ class Http(asyncio.Protocol):
             length = int((re.search(rb"(?i)content-length: *(\d+)", head) or [0, 0])[1])
             if len(rest) < length:
                 return
-            body, self.data = rest[:length], rest[length:]
-            path, n = head.split(b" ", 2)[1].decode(), re.search(rb'"n": ?(\d+)', body)
-            answer = self.replies.get(f"{path} {int(n[1]) if n else 1}") or self.replies[path]
+            self.data = rest[length:]
+            answer = self.replies[head.split(b" ", 2)[1].decode()]
             self.transport.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: ")
             self.transport.write(str(len(answer)).encode() + b"\r\n\r\n" + answer)
 

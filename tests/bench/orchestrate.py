@@ -17,55 +17,49 @@ BATCH = 1024
 
 
 def serve(place, tokenizer, core):
-    """Starts instant.py -> process, port."""
+    """Starts instant.py. Returns the process and its port."""
     import conftest
 
-    ids = lambda *more: tokenizer.apply_chat_template(  # noqa: E731
-        [{"role": "user", "content": "abcdefgh"}, *more], add_generation_prompt=True, return_dict=False
-    )
     text = "zyxwvutsrqponmlkjihgfedcbazyxwv"
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     content = [{"token": c, "logprob": -4.6, "bytes": [ord(c)], "top_logprobs": []} for c in text + "."]
     choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop", "token_ids": tokens}
-    choice |= {"logprobs": {"content": content}}
-    replies = {}
-    for n in (1, 16):
-        prompt = ids(*([{"role": "user", "content": "x"}] if n == 1 else []))
-        choices = [choice | {"index": i} for i in range(n)]
-        replies[f"/v1/chat/completions {n}"] = {"choices": choices, "prompt_token_ids": prompt}
+    choice |= {"index": 0, "logprobs": {"content": content}}
+    asked = [{"role": "user", "content": "abcdefgh"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    replies = {"/v1/chat/completions": {"choices": [choice], "prompt_token_ids": prompt}}
     (place / "replies.json").write_text(json.dumps(replies))
     port = conftest.free_port()
     command = ["taskset", "-c", str(core), sys.executable, "tests/bench/instant.py", str(port)]
-    command.append(str(place / "replies.json"))
-    process = conftest.start(command, place / "instant.log")
+    process = conftest.start([*command, str(place / "replies.json")], place / "instant.log")
     time.sleep(1)
     return process, port
 
 
-def one(how, batches, core):
-    """-> rollouts/s, CPU s per 1,000, MiB more at the end than a third of the way, per 1,000 rollouts."""
+def measure(batches, core):
+    """Rollouts/s, CPU s per 1,000, and MiB more at the end than a third of the way, per 1,000 rollouts."""
     os.sched_setaffinity(0, {core})
     import conftest
     import torch
     from transformers import AutoTokenizer
 
     torch.set_num_threads(1)
+    marks = []
+    save = conftest.orchestrator.save_batch
+
+    def save_and_mark(*args):
+        save(*args)
+        marks.append((time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), resident()))
+
     with tempfile.TemporaryDirectory() as place:
         place = Path(place)
         model = make_model(place / "model", "0.8M")
         process, port = serve(place, AutoTokenizer.from_pretrained(model), (core + 1) % os.cpu_count())
         cfg = config(
-            place, model, f'inference.urls=["http://127.0.0.1:{port}"]',
-            f"env.args.one_each={str(how == 'one').lower()}",
-            f"max_steps={batches}", f"orchestrator.batch_size={BATCH}", "orchestrator.sampling.max_tokens=32",
+            place, model, f'inference.urls=["http://127.0.0.1:{port}"]', f"max_steps={batches}",
+            f"orchestrator.batch_size={BATCH}", "orchestrator.sampling.max_tokens=32",
         )  # fmt: skip
-        marks = []
-
-        def mark(info, save=conftest.orchestrator.save_batch):
-            marks.append((time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), resident()))
-
-        save = conftest.orchestrator.save_batch
-        conftest.orchestrator.save_batch = lambda path, samples, info: (save(path, samples, info), mark(info))
+        conftest.orchestrator.save_batch = save_and_mark
         try:
             conftest.orchestrate(cfg)
         finally:
@@ -77,18 +71,18 @@ def one(how, batches, core):
 
 
 def main(quick):
-    rows, batches = [], 5 if quick else 13
-    for how, name, target in (("group", "n = 16 in a request", ">= 600"), ("one", "a request each", ">= 300")):
-        done = subprocess.run([sys.executable, __file__, how, str(batches)], stdout=subprocess.PIPE, check=True)
-        rate, cpu, growth = json.loads(done.stdout.splitlines()[-1])
-        rows.append(row(f"orchestrator on one core, {name}", rate, "rollouts/s", target))
-        rows.append(row(f"orchestrator, {name}: CPU per 1,000 rollouts", cpu, "s"))
-        rows.append(row(f"orchestrator, {name}: memory per 1,000 rollouts", growth, "MiB", "<= 1"))
-    tell(rows)
+    command = [sys.executable, __file__, "measure", "5" if quick else "13"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    rate, cpu, growth = json.loads(done.stdout.splitlines()[-1])
+    tell([
+        row("orchestrator on one core, a request for each rollout", rate, "rollouts/s", ">= 300"),
+        row("orchestrator: CPU per 1,000 rollouts", cpu, "s"),
+        row("orchestrator: memory per 1,000 rollouts", growth, "MiB", "<= 1"),
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["group"], ["one"]):
-        tell(one(sys.argv[1], int(sys.argv[2]), 0))
+    if sys.argv[1:2] == ["measure"]:
+        tell(measure(int(sys.argv[2]), 0))
     else:
         main("--quick" in sys.argv)

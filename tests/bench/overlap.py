@@ -1,4 +1,4 @@
-"""Whole runs by launch.sh with a fake server, where generation and training each take as long as they are told.
+"""Whole runs by launch.sh with a fake server, in which generation and training each take as long as they are told.
 
 python overlap.py [--quick]"""
 
@@ -19,7 +19,7 @@ TOML = """
 model = "{model}"
 output_dir = "{place}"
 max_seq_len = 64
-env = {{ id = "bench_env", args = {{ one_each = true }} }}
+env = {{ id = "bench_env" }}
 [orchestrator.sampling]
 max_tokens = 4
 [trainer]
@@ -34,7 +34,7 @@ every = 0
 
 
 def run(place, model, name, seconds, steps, fake, *overrides):
-    """-> lines of metrics.jsonl. `seconds` for training, and for every request."""
+    """Returns the lines of metrics.jsonl. `seconds` for training, and for every request."""
     toml = place / f"{name}.toml"
     toml.write_text(TOML.format(model=model, place=place))
     env = os.environ | {"TRAIN_S": str(seconds), "FAKE": json.dumps({"total_s": seconds} | fake)}

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the very rollouts, and on the very task, that trainer.py gets; for tools/bench.py.
+"""TRL's GRPOTrainer on the same rollouts, and on the same task, as trainer.py gets; for tools/bench.py.
 
     python trl_peer.py step MODEL ROLLOUTS.json STEPS [trim]       -> {"train_s": [seconds per optimizer step, ...]}
     python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [s], "tokens": [...], ...}
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "configs")]
+sys.path.insert(0, str(ROOT))
 
 import torch
 from datasets import Dataset
@@ -29,7 +29,7 @@ def options(**more):
 
 
 class Timed(GRPOTrainer):
-    """Measures what is no training, so that it can be taken off; trims a micro-batch if asked to."""
+    """Measures what is not training, so that it can be subtracted; trims a micro-batch if asked to."""
 
     trim, other_s = False, 0.0
 

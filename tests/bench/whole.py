@@ -22,20 +22,20 @@ from pathlib import Path
 
 from common import PATHS, ROOT, row, tell
 
-tiny_model = importlib.import_module("configs.models.toy")
+toy = importlib.import_module("configs.models.toy")
 
 LR, NO_LR, GOAL = "4e-4", "1e-9", 0.90
 
 
 def ours(place, model, steps, seed, batch, tokens, rate=LR):
-    """-> mean rewards, the second at which each batch was trained, s per step, s to the first step, rollouts a step,
+    """Mean rewards, the second at which each batch was trained, s per step, s to the first step, rollouts a step, and
     tokens a rollout."""
     overrides = [
         f"max_steps={steps}", f"seed={seed}", f"output_dir={place}", f"run_name=seed{seed}", f"model={model}",
         f"orchestrator.batch_size={batch}", "orchestrator.rollouts_per_example=16",
         f"orchestrator.sampling.max_tokens={tokens}", f"max_seq_len={48 + tokens}",
         "trainer.lr_scheduler_type=constant", f"trainer.learning_rate={rate}",
-        "trainer.loss=grpo", "trainer.epsilon=0.2", "trainer.epsilon_high=0.2", "eval.every=0", "checkpoint.every=0",
+        "trainer.loss=grpo", "trainer.loss_args={epsilon_high=0.2}", "eval.every=0", "checkpoint.every=0",
     ]  # fmt: skip
     env, began = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}, time.time()
     command = ["bash", str(ROOT / "launch.sh"), str(ROOT / "configs" / "reverse_text.toml"), *overrides]
@@ -59,7 +59,7 @@ def ours(place, model, steps, seed, batch, tokens, rate=LR):
 
 
 def peer(model, steps, seed, batch, tokens, rate=LR):
-    """-> mean rewards, their seconds, s per step, tokens a rollout."""
+    """Mean rewards, their seconds, s per step, tokens a rollout."""
     numbers = (steps, seed, rate, GOAL, batch, tokens)
     command = [sys.executable, "trl_peer.py", "run", str(model), *map(str, numbers)]
     env = os.environ | {"PYTHONPATH": f"{ROOT / '.cache' / 'peers'}:{PATHS}", "OMP_NUM_THREADS": "2"}
@@ -69,7 +69,7 @@ def peer(model, steps, seed, batch, tokens, rate=LR):
 
 
 def until(rewards, at):
-    """Seconds until three batches in a row have a mean of GOAL; None where it is never reached."""
+    """Seconds until three batches in a row have a mean of GOAL; None if it is never reached."""
     for i in range(2, len(rewards)):
         if sum(rewards[i - 2 : i + 1]) / 3 >= GOAL:
             return at[i]
@@ -88,7 +88,7 @@ def main(quick):
             rewards, at, step_s, start_s, num, _ = ours(Path(place), model, steps, seed, 256, 16)
             table.append([step_s, until(rewards, at), start_s, *peer(model, steps, seed, 256, 16)[:3], num])
         large, few = Path(place) / "large", 8 if quick else 16
-        tiny_model.make_model(large, tiny_model.make_tokenizer(), layers=8, hidden=512)
+        toy.make_model(large, toy.make_tokenizer(), layers=8, hidden=512)
         mine, theirs = (side(large, few, 9, 64, 64, NO_LR) for side in (functools.partial(ours, Path(place)), peer))
     ours_s, theirs_s = (statistics.median(line[i] for line in table) for i in (0, 5))
     about = "start: bash launch.sh to the first optimizer step"
@@ -104,7 +104,7 @@ def main(quick):
         theirs = until(rewards, at)
         for name, value in ((f"seed {seed}: to a reward of 0.90, ours", mine), (f"seed {seed}: TRL", theirs)):
             rows.append(row(name if value else f"{name} (not in {steps} steps)", value, "s"))
-        ratios.append((theirs or at[-1]) / mine if mine else 0.0)  # where TRL does not get there: at least so much
+        ratios.append((theirs or at[-1]) / mine if mine else 0.0)  # if TRL does not get there: at least so much
     rows.append(row("to a reward of 0.90: TRL's time / ours, median", statistics.median(ratios), "x", ">= 2"))
     rows.append(row("whole run: rollouts a step, ours (TRL: 256)", statistics.mean(t[-1] for t in table), ""))
     tell(rows)
