@@ -93,12 +93,16 @@ def say(text):
     return [{"role": "assistant", "content": text}]
 
 
-def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
+@pytest.fixture
+def toml(tmp_path, models):
+    return write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+
+
+def test_eval_on_a_plain_server(tmp_path, toml):
     """The command line as a user gives it, in a process of its own."""
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     with PlainServer(counting()) as server:
-        command = [sys.executable, "tools/evaluate.py", str(toml), "--eval", "--base-url", server.url, "--n", "5",
-                   "--rollouts-per-example", "4", "--out", str(tmp_path / "eval.jsonl")]  # fmt: skip
+        command = [sys.executable, "tools/evaluate.py", str(toml), "--eval", "--base-url", server.url, "--n", "5"]
+        command += ["--rollouts-per-example", "4", "--out", str(tmp_path / "eval.jsonl")]
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OPENAI_API_KEY": "secret"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
@@ -113,9 +117,10 @@ def test_eval_on_a_plain_server(tmp_path, models, monkeypatch):
     assert len(server.bodies) == 20 and not list(tmp_path.glob("run/batches/*"))
 
 
-@pytest.mark.parametrize(
-    "kind, advice", [("zero", "too hard: no reward in 12 attempts"), ("constant", "too easy: above 0.8")]
-)
+ADVICE = {"zero": "too hard: no reward in 12 attempts", "constant": "too easy: above 0.8"}
+
+
+@pytest.mark.parametrize("kind, advice", ADVICE.items())
 def test_rules_of_thumb(kind, advice, tmp_path, models, capsys):
     toml = write_run(tmp_path, models["untied"], 1, f'{{ kind = "{kind}" }}')
     with PlainServer(counting()) as server:
@@ -148,15 +153,10 @@ def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
     assert capsys.readouterr().out.count("avg@1") == 3
 
 
-def test_a_server_that_always_fails_ends_with_4(tmp_path, models):
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+def test_a_server_that_fails_or_is_not_there_and_a_count_that_is_none(toml, capsys):
     with PlainServer(lambda body: 1 / 0) as server, pytest.raises(RunError, match="every rollout failed") as e:
         evaluate.main([str(toml), "--eval", "--base-url", server.url, "--n", "1", "orchestrator.generation_timeout=2"])
     assert e.value.code == DATA
-
-
-def test_an_address_without_a_server_or_a_count_that_is_none_ends_with_2(tmp_path, models, capsys):
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     url = f"http://127.0.0.1:{free_port()}/v1"
     with pytest.raises(RunError, match=f"{url} does not list a model") as e:
         evaluate.main([str(toml), "--eval", "--base-url", url])
@@ -167,9 +167,8 @@ def test_an_address_without_a_server_or_a_count_that_is_none_ends_with_2(tmp_pat
         assert e.value.code == 2 and f"must be a number above 0, not '{count}'" in capsys.readouterr().err
 
 
-def test_the_readmes_commands(tmp_path, models):
+def test_the_readmes_commands(tmp_path, toml):
     """Those of tools/README.md, as they stand there but for the placeholders, by a shell."""
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     text = (ROOT / "tools" / "README.md").read_text()
     out = tmp_path / "out.jsonl"
     commands = re.findall(r"^python tools/evaluate.py .*", text, re.MULTILINE)
@@ -185,9 +184,8 @@ def test_the_readmes_commands(tmp_path, models):
     assert all(list((tmp_path / f"run-{kind}" / "batches").iterdir()) for kind in ("offline", "demonstrations"))
 
 
-def test_generate_then_train_offline(tmp_path, models, capsys):
+def test_generate_then_train_offline(tmp_path, toml, capsys):
     """Rollouts of a plain server -> JSON Lines -> batches -> trainer.py, for their rewards and as demonstrations."""
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     data = tmp_path / "data.jsonl"
     with PlainServer(counting()) as server:
         more = ["--base-url", server.url, "--rollouts-per-example", "4"]
@@ -246,8 +244,7 @@ BAD_LINES = {
 }
 
 
-def test_bad_lines_of_offline_files_are_named(tmp_path, models):
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
+def test_bad_lines_of_offline_files_are_named(tmp_path, toml):
     data = tmp_path / "data.jsonl"
     for text, problem in BAD_LINES.items():
         data.write_text(text + "\n")
@@ -277,9 +274,8 @@ def test_conversations_become_sequences_of_the_policys_tokens():
     assert toy.tokenize_conversation(tokenizer, talk[:2])[0]["tokens"][-1] == tokenizer.eos_token_id
 
 
-def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, models):
+def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, toml):
     """Answers in the prompt (few-shot) are not the policy's; a truncated one never said its end."""
-    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "letter" }')
     shots = [{"role": "user", "content": "1"}, *say("one"), {"role": "user", "content": "2"}]
     data = [{"prompt": shots, "completion": say(text), "reward": reward, "truncated": text == "tw"}
             for text, reward in (("two", 1.0), ("tw", 0.0), ("no", 0.5))]  # fmt: skip
@@ -295,8 +291,6 @@ def test_offline_trains_what_the_policy_said_and_nothing_else(tmp_path, models):
 
 
 def test_intervals_and_pass_at_k():
-    low, high = wilson(0.5, 10)  # the textbook's 5 of 10
-    assert (round(low, 4), round(high, 4)) == (0.2366, 0.7634)
     low, high = wilson(0.0, 20)
     assert low == pytest.approx(0, abs=1e-12) and 0.15 < high < 0.17
     assert pass_at(2, [[1, 0, 0, 0]])[0] == pytest.approx(0.5) and pass_at(1, [[1, 0], [0, 0]])[0] == 0.25
