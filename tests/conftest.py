@@ -78,7 +78,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Directories of random two-layer character models: "untied", "tied", and "tools", which is tied and knows TOKENS."""
+    """Paths of random two-layer character models: "untied", "tied", and "tools", which is tied and knows TOKENS."""
     paths = {name: tmp_path_factory.mktemp("models") / name for name in ("untied", "tied", "tools")}
     for name, path in paths.items():
         tokenizer = toy.make_tokenizer(TOKENS if name == "tools" else ())

@@ -272,7 +272,7 @@ class Server(WeightReceiver):
             self.now -= 1
 
     def refusal(self, body):
-        """What vLLM answers, in its own words, to a prompt that is too long and to tools that it cannot parse; or None."""
+        """What vLLM says to a prompt that is too long, and to tools if it has no parser; otherwise None."""
         length = len(self.ids_of(body))
         room = self.args.max_model_len - length
         asked = body.get("max_tokens") or 16
@@ -310,7 +310,7 @@ class Server(WeightReceiver):
 
 
 def plain(message):
-    """A message as vLLM hands it to a chat template that wants text: its parts are joined, a developer is the system."""
+    """A message as vLLM hands it to a template that wants text: its parts are joined, a developer is the system."""
     message = dict(message)
     if isinstance(message.get("content"), list):
         message["content"] = "\n".join(part["text"] for part in message["content"])
@@ -320,8 +320,8 @@ def plain(message):
 
 
 def hermes(text, seed):
-    """What vLLM's parser of that name makes of a text: content, and tool calls if they are well-formed. Each call has an
-    id of its own, by the seed of the answer."""
+    """What vLLM's parser of that name makes of a text: content, and tool calls if they are well-formed. Each call has
+    an id of its own, by the seed of the answer."""
     try:
         found = [json.loads(part) for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)]
         functions = [{"name": f["name"] + "", "arguments": json.dumps(f["arguments"])} for f in found]

@@ -20,16 +20,7 @@ from configs import RunError, load_config
 from configs.environments.rubrics import GroupRubric, TurnRubric
 from configs.environments.scoring import score
 from configs.environments.tools import ToolEnv
-from env import (
-    DataError,
-    MultiTurnEnv,
-    Rubric,
-    SingleTurnEnv,
-    Truncated,
-    call,
-    load_environment,
-    load_rows,
-)
+from env import DataError, MultiTurnEnv, Rubric, SingleTurnEnv, Truncated, call, load_environment, load_rows
 
 ROWS = [{"question": "2 + 2?", "answer": "4", "info": {"hard": True}}]
 
@@ -49,6 +40,8 @@ def test_single_turn_and_rubric():
 
 
 def test_multi_turn():
+    """is_completed sees the last message as well, and may record how the rollout ended for a reward to read."""
+
     class Guess(MultiTurnEnv):
         def setup_state(self, state):
             state["tries"] = 0
@@ -58,29 +51,15 @@ def test_multi_turn():
             return [{"role": "user", "content": "no"}], state  # verifiers' older signature
 
         def is_completed(self, messages, state):
-            return messages[-1]["content"] == "4"
-
-    env = Guess(ROWS, max_turns=5, rubric=Rubric([lambda tries: float(tries)]))
-    state, reward, _ = play(env, ROWS[0], "3", "5", "4")
-    assert reward == 2 and state["turn"] == 3 and len(state["completion"]) == 5 and len(state["asked"][-1]) == 5
-    state, _, _ = play(env, ROWS[0], *"12356789")
-    assert state["turn"] == 5
-
-
-def test_is_completed_sees_the_last_message_too():
-    """It may record how the rollout ended, which a reward then reads; max_turns must not take that away."""
-
-    class Solve(MultiTurnEnv):
-        def is_completed(self, messages, state):
             state["solved"] = messages[-1]["content"] == "4"
             return state["solved"]
 
-        def env_response(self, messages, state):
-            return [{"role": "user", "content": "no"}]
-
-    env = Solve(ROWS, max_turns=2, rubric=Rubric([lambda solved: float(solved)]))
-    assert play(env, ROWS[0], "3", "4")[1] == 1.0
-    assert play(env, ROWS[0], "3", "5")[1] == 0.0
+    env = Guess(ROWS, max_turns=5, rubric=Rubric([lambda tries, solved: tries + solved / 2]))
+    state, reward, _ = play(env, ROWS[0], "3", "5", "4")
+    assert reward == 2.5 and state["turn"] == 3 and len(state["completion"]) == 5 and len(state["asked"][-1]) == 5
+    for replies, expected in (("12354", 4.5), ("12356789", 4.0)):
+        state, reward, _ = play(env, ROWS[0], *replies)
+        assert state["turn"] == 5 and reward == expected
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1", [1.0, float("inf")], [], 1e30])
@@ -117,17 +96,6 @@ def test_weights_by_step_and_groups_of_rubrics():
     assert (reward, added) == (0.5, 0.25) and type(reward) is type(added) is float
     with pytest.raises(DataError, match="another function, or a number of the run, is called .'right'. as well"):
         Rubric([right], rubrics=[rubric])
-
-
-def test_no_function_hides_a_number_of_the_run():
-    for name in ("tokens", "mean", "step"):
-
-        def function():
-            return 1.0
-
-        function.__name__ = name
-        with pytest.raises(DataError, match=f"is called .'{name}'"):
-            Rubric([function])
 
 
 def test_functions_of_a_group_see_all_its_rollouts():
@@ -232,6 +200,15 @@ def fails(text: str):
     raise RuntimeError(f"no {text} \ud800")
 
 
+def leaves(code: int) -> str:
+    """Leaves.
+
+    Args:
+        code: 0 for the iteration
+    """
+    return sys.exit(code) if code else next(iter(()))
+
+
 def calls(*requests):
     functions = [{"id": str(i), "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(requests)]
     return {"role": "assistant", "content": "", "tool_calls": functions}
@@ -274,8 +251,7 @@ def test_types_of_a_tools_arguments_are_in_its_schema_and_checked():
         {"type": "object", "additionalProperties": {"type": "integer"}},
     ]
     asked = ['{"where": ["a"], "how": "far", "more": {"x": "2"}}', '{"where": ["a"], "how": "up"}']
-    state, _, _ = play(env, ROWS[0], calls(*(("look", text) for text in asked)), "done")
-    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    _, texts = tool_texts(env, calls(*(("look", text) for text in asked)))
     assert texts == ["['a'] far None {'x': 2}", "error: how: Input should be 'near' or 'far'"]
 
 
@@ -298,8 +274,7 @@ def test_a_tools_state_may_have_any_annotation_or_none():
 
     env = ToolEnv(ROWS, [Notes().note, bare], max_turns=3)
     said = calls(("note", '{"text": "a"}'), ("bare", ""), ("note", '{"text": "a", "state": {}}'))
-    state, _, _ = play(env, ROWS[0], said, "done")
-    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    state, texts = tool_texts(env, said)
     assert texts == ["a4", "a", "error: state: Unexpected keyword argument"] and state["notes"] == "a"
 
 
@@ -321,48 +296,34 @@ def test_what_a_tools_schema_needs_is_told_before_a_server_starts(doc, problem, 
     assert e.value.code == 4
 
 
+def tool_texts(env, *requests):
+    state, _, _ = play(env, ROWS[0], *requests, "done")
+    return state, [m["content"] for m in state["completion"] if m["role"] == "tool"]
+
+
 def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
-    wrong = [("add", "{"), ("add", '{"a": "x"}'), ("add", '{"b": 1}'), ("add", '{"a": 1, "c": 2}'), ("add", "[1]"),
-             ("nothing", "{}"), ("fails", '{"text": "luck"}'), ("add", ""), ("state", "{}")]  # fmt: skip
-    env = ToolEnv(ROWS, [add, shout, fails], max_turns=3, max_output=100)
+    wrong = {
+        ("add", "{"): "JSONDecodeError", ("add", '{"a": "x"}'): "a: Input should be a valid integer",
+        ("add", '{"b": 1}'): "a: Missing required argument", ("add", "[1]"): "TypeError",
+        ("add", '{"a": 1, "c": 2}'): "c: Unexpected keyword argument", ("state", "{}"): "there is no tool 'state'",
+        ("nothing", "{}"): "there is no tool 'nothing', only add, shout, fails", ("add", ""): "a: Missing required",
+        ("fails", '{"text": "luck"}'): "RuntimeError: no luck ?", ("leaves", '{"code": 3}'): "SystemExit: 3",
+        ("leaves", '{"code": 0}'): "RuntimeError: generator raised StopIteration",
+    }  # fmt: skip
+    env = ToolEnv(ROWS, [add, shout, fails, leaves], max_turns=3, max_output=100)
     first = calls(("add", '{"a": 3}'), ("shout", '{"text": "hi"}'))
-    state, _, _ = play(env, ROWS[0], first, calls(*wrong), "done")
-    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    state, texts = tool_texts(env, first, calls(*wrong))
     assert texts[0] == "4" and texts[1] == "HI" * 50 + "\n[cut at 100 characters]" and state["shouted"] == "hi"
-    expected = ["JSONDecodeError", "a: Input should be a valid integer", "a: Missing required argument",
-                "c: Unexpected keyword argument", "TypeError", "there is no tool 'nothing', only add, shout, fails",
-                "RuntimeError: no luck ?", "a: Missing required argument", "there is no tool 'state'"]  # fmt: skip
-    assert len(texts) == 11
-    for text, want in zip(texts[2:], expected):
+    for text, want in zip(texts[2:], wrong.values(), strict=True):
         assert text.startswith("error: ") and want in text, (text, want)
     assert state["turn"] == 3
     assert [m["tool_call_id"] for m in state["completion"] if m["role"] == "tool"][:3] == ["0", "1", "0"]
 
 
-def test_a_tool_that_ends_the_program_or_an_iteration_does_neither():
-    def leaves(code: int) -> str:
-        """Leaves.
-
-        Args:
-            code: 0 for the iteration
-        """
-        return sys.exit(code) if code else next(iter(()))
-
-    env = ToolEnv(ROWS, [leaves], max_turns=2)
-    state, _, _ = play(env, ROWS[0], calls(("leaves", '{"code": 3}'), ("leaves", '{"code": 0}')), "done")
-    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
-    assert texts == ["error: SystemExit: 3", "error: RuntimeError: generator raised StopIteration"]
-
-
-def test_calls_that_the_server_cannot_read_go_back_as_text():
-    env = ToolEnv(ROWS, [add], max_turns=3)
-    state, _, _ = play(env, ROWS[0], '<tool_call>{"name": "add", "arg', "4")
+def test_calls_that_the_server_cannot_read_go_back_as_text_and_endless_ones_end():
+    state, _, _ = play(ToolEnv(ROWS, [add], max_turns=3), ROWS[0], '<tool_call>{"name": "add", "arg', "4")
     assert [m["role"] for m in state["completion"]] == ["assistant", "user", "assistant"]
     assert state["completion"][1]["content"].startswith("error: the tool call is not valid JSON")
-    assert len(state["asked"]) == 2
-
-
-def test_endless_tool_loops_end_at_max_turns():
     state, _, _ = play(ToolEnv(ROWS, [add]), ROWS[0], *[calls(("add", '{"a": 1}'))] * 9)
     assert state["turn"] == 8  # the default
 
@@ -376,7 +337,7 @@ def test_an_environment_may_have_the_last_word_or_run_out_of_room():
     state, _, _ = play(Ends(ROWS), ROWS[0], "1", "2")
     assert [m["content"] for m in state["completion"]] == ["1", "over"]
 
-    async def no_room(prompt, tools=None):
+    async def no_room(prompt, tools=None, **about):
         raise Truncated
 
     with pytest.raises(Truncated):
@@ -445,15 +406,6 @@ def test_shipped_environments_load_as_the_orchestrator_loads_them(tmp_path):
     assert len(done.stdout.splitlines()) >= 11
 
 
-def test_score_of_several_turns():
-    from configs.tasks import alphabet_sort
-
-    env = load_environment("alphabet_sort", {"num_train": 9})
-    row = env.dataset[0]
-    talk = alphabet_sort.conversation(row["question"], row["info"])
-    assert score(env, [row["question"]], [talk[1:]]) == [1.0]
-
-
 def test_score_without_a_server():
     def exact(completion, answer):
         return {"4": 1.0, "5": None}.get(completion[-1]["content"], 0.0)
@@ -463,35 +415,35 @@ def test_score_without_a_server():
 
     env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=GroupRubric([exact, first], [1.0, 0.5]))
     asked = "2 + 2?"
-    messages = [{"role": "user", "content": asked}]
-    rewards = score(env, [asked, messages, asked, env.start(ROWS[0])["prompt"]], ["4", "4", "5", messages[:0] + [
-        {"role": "assistant", "content": "4"}]])  # fmt: skip
+    prompts = [asked, [{"role": "user", "content": asked}], asked, env.start(ROWS[0])["prompt"]]
+    rewards = score(env, prompts, ["4", "4", "5", [{"role": "assistant", "content": "4"}]])
     assert rewards == [1.5, 1.0, None, 1.0]
     assert score(env, ["new"], ["4"], answer=["4"]) == [1.5]
     with pytest.raises(ValueError, match=r"prompts\[1\] is in no row"):
         score(env, [asked, "other"], ["4", "4"])
 
 
-def test_score_without_a_server_where_a_function_of_the_group_raises_and_of_texts(capsys):
+def test_score_of_turns_of_texts_and_with_a_function_that_raises(capsys):
+    from configs.tasks import alphabet_sort
+
     def broken(completions):
         raise KeyError(len(completions))
-
-    env = SingleTurnEnv(ROWS, rubric=GroupRubric([broken]))
-    assert score(env, ["2 + 2?", "2 + 2?"], ["4", "5"]) == [None, None] and "KeyError: 2" in capsys.readouterr().err
 
     def whole(completion, prompt):
         return float((prompt, completion) == ("once upon", [" a time"]))
 
-    env = SingleTurnEnv([{"prompt": "once upon", "answer": ""}], rubric=Rubric([whole]))
-    assert score(env, ["once upon", "once upon"], [" a time", "x"]) == [1.0, 0.0]
-
-
-def test_score_sees_a_system_prompt_once():
     def num_system(prompt):
         return float(sum(message["role"] == "system" for message in prompt))
 
+    env = SingleTurnEnv(ROWS, rubric=GroupRubric([broken]))
+    assert score(env, ["2 + 2?", "2 + 2?"], ["4", "5"]) == [None, None] and "KeyError: 2" in capsys.readouterr().err
+    env = SingleTurnEnv([{"prompt": "once upon", "answer": ""}], rubric=Rubric([whole]))
+    assert score(env, ["once upon", "once upon"], [" a time", "x"]) == [1.0, 0.0]
     env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=Rubric([num_system]))
     assert score(env, ["2 + 2?", env.start(ROWS[0])["prompt"]], ["4", "4"]) == [1.0, 1.0]
+    env = load_environment("alphabet_sort", {"num_train": 9})
+    row = env.dataset[0]
+    assert score(env, [row["question"]], [alphabet_sort.conversation(row["question"], row["info"])[1:]]) == [1.0]
 
 
 def test_bad_rubrics_and_no_rows_are_named():
@@ -511,6 +463,10 @@ def test_bad_rubrics_and_no_rows_are_named():
         Rubric([len], [1, 2])
     with pytest.raises(ValueError, match="a number of the run, is called .'<lambda>'"):
         Rubric([lambda: 1, lambda: 0])
+    for name in ("tokens", "mean", "step"):
+        right.__name__ = name
+        with pytest.raises(DataError, match=f"is called .'{name}'"):
+            Rubric([right])
 
 
 def test_environments_load_by_name(tmp_path, monkeypatch):
@@ -568,4 +524,4 @@ def test_the_readmes_environment_is_short_and_trains(run, tmp_path, monkeypatch)
 def test_an_empty_info_is_a_dict_and_a_state_may_have_any_name():
     (row,) = load_rows([{"question": "a", "info": "{}"}])
     assert row["info"] == {} and SingleTurnEnv([row]).start(row)["info"] == {}
-    assert asyncio.run(orchestrator.call(lambda function: function + 1, function=1)) == 2
+    assert asyncio.run(call(lambda function: function + 1, function=1)) == 2

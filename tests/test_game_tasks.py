@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import openai
@@ -17,14 +18,8 @@ from scripted import play
 from configs.environments.judge import Judge, JudgeReplyError, JudgeRubric
 from configs.environments.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
 from configs.tasks import judge_style, wordle
+from configs.tasks import reasoning_gym as rg
 from env import Rubric, SingleTurnEnv, load_environment
-
-
-@pytest.fixture
-def rg():
-    from configs.tasks import reasoning_gym as reasoning_gym_env
-
-    return reasoning_gym_env
 
 
 # --- wordle -----------------------------------------------------------------------------------------------------------
@@ -50,41 +45,39 @@ def test_marks_against_a_slow_count():
             assert hit == Counter(guess) & Counter(secret)
 
 
+APPLE = {"question": "6 left", "answer": "apple"}
+
+
 def test_wordle_game():
-    env, row = wordle.load_environment(), {"question": "6 left", "answer": "apple"}
-    state, reward, metrics = play(env, row, "<guess>crane</guess>", "<guess> AMPLE </guess>", "<guess>apple</guess>")
+    env = wordle.load_environment()
+    state, reward, metrics = play(env, APPLE, "<guess>crane</guess>", "<guess> AMPLE </guess>", "<guess>apple</guess>")
     said = [m["content"] for m in state["completion"] if m["role"] == "user"]
     assert said == ["XXYXG 5 left", "GXGGG 4 left"] and state["turn"] == 3
     assert metrics == {"solved": 1.0, "best_greens": 1.0, "turns_left": 0.6, "format_reward": 1.0}
     assert reward == pytest.approx(1 + 0.2 + 0.2 * 0.6 + 0.2)
-    assert play(env, row, "<guess>apple</guess>")[1] == pytest.approx(1.6)
+    assert play(env, APPLE, "<guess>apple</guess>")[1] == pytest.approx(1.6)
+    _, _, metrics = play(wordle.load_environment(max_turns=2), APPLE, "<guess>crane</guess>", "<guess>apple</guess>")
+    assert metrics["solved"] == 1 and metrics["turns_left"] == 0
+    assert play(wordle.load_environment(max_turns=1), APPLE, "<guess>apple</guess>")[2]["turns_left"] == 0
 
 
 def test_wordle_lost_and_malformed():
-    env, row = wordle.load_environment(), {"question": "6 left", "answer": "apple"}
+    env = wordle.load_environment()
     bad = ["apples", "appl\u00e9", "12345", "ample"]
-    state, reward, metrics = play(env, row, "", "apple", *(f"<guess>{word}</guess>" for word in bad))
+    state, reward, metrics = play(env, APPLE, "", "apple", *(f"<guess>{word}</guess>" for word in bad))
     said = [m["content"] for m in state["completion"] if m["role"] == "user"]
     assert said == [f"bad guess {left} left" for left in (5, 4, 3, 2, 1)] and state["turn"] == 6
     assert metrics["solved"] == metrics["turns_left"] == 0 and metrics["best_greens"] == 0.8
     assert metrics["format_reward"] == pytest.approx(4 / 6) and 0 < reward < 0.4
-    state, reward, _ = play(env, row, *["<guess>"] * 6)
-    assert state["turn"] == 6 and reward == 0.0  # an earlier guess, too, is none of this turn's
-
-
-def test_wordle_solved_with_the_last_guess_and_in_one_turn():
-    env, row = wordle.load_environment(max_turns=2), {"question": "2 left", "answer": "apple"}
-    _, _, metrics = play(env, row, "<guess>crane</guess>", "<guess>apple</guess>")
-    assert metrics["solved"] == 1 and metrics["turns_left"] == 0
-    assert play(wordle.load_environment(max_turns=1), row, "<guess>apple</guess>")[2]["turns_left"] == 0
+    state, reward, _ = play(env, APPLE, *["<guess>"] * 6)
+    assert state["turn"] == 6 and reward == 0.0  # an earlier guess is not this turn's
 
 
 def test_wordle_with_thoughts():
-    env, row = wordle.load_environment(use_think=True), {"question": "6 left", "answer": "apple"}
-    reply = "<think>not <guess>crane</guess></think>\n<guess>apple</guess>"
-    assert play(env, row, reply)[2]["solved"] == 1
-    good = play(env, row, "<think>fruit</think>\n<guess>apple</guess>")
-    assert good[2]["format_reward"] == 1 and play(env, row, "<guess>apple</guess>")[2]["format_reward"] < 1
+    env = wordle.load_environment(use_think=True)
+    assert play(env, APPLE, "<think>not <guess>crane</guess></think>\n<guess>apple</guess>")[2]["solved"] == 1
+    assert play(env, APPLE, "<think>fruit</think>\n<guess>apple</guess>")[2]["format_reward"] == 1
+    assert play(env, APPLE, "<guess>apple</guess>")[2]["format_reward"] < 1
 
 
 def test_wordle_words_and_rules():
@@ -111,13 +104,13 @@ def test_wordle_demonstrations_are_legal():
 # --- reasoning gym ----------------------------------------------------------------------------------------------------
 
 
-def test_reasoning_gym_does_not_hide_its_package(rg):
+def test_reasoning_gym_does_not_hide_its_package():
     load_environment("reasoning_gym", {"num_train": 4, "num_eval": 2})
     assert hasattr(sys.modules["reasoning_gym"], "create_dataset")
 
 
 @pytest.mark.parametrize("task", ["basic_arithmetic", "chain_sum", "knights_knaves", "word_sorting", "sokoban"])
-def test_reasoning_gym_scores_with_the_package(rg, task):
+def test_reasoning_gym_scores_with_the_package(task):
     env = rg.load_environment(task, num_train=4, num_eval=2)
     for row in env.dataset + env.eval_dataset:
         _, reward, metrics = play(env, row, f"<answer>{row['answer']}</answer>")
@@ -127,42 +120,39 @@ def test_reasoning_gym_scores_with_the_package(rg, task):
         assert play(env, row, "<answer>\u00b2 ((</answer>")[2]["score_answer"] < 0.2
 
 
-def test_reasoning_gym_scorers_accept_more_than_one_answer(rg):
+@pytest.mark.parametrize("task, answers", [
+    ("prime_factorization", ["x", ""]),  # its scorer raises
+    # coin_flip makes a Fraction of it, in C, which no time limit ends
+    ("coin_flip", ["1e1000000000", "1E-99999", "1_0.e1_000_000_000"]),
+])  # fmt: skip
+def test_what_breaks_a_scorer_or_would_stop_the_world_is_wrong(task, answers):
+    env = rg.load_environment(task, num_train=1, num_eval=1)
+    row = env.dataset[0]
+    for answer in answers:
+        assert play(env, row, f"<answer>{answer}</answer>")[2]["score_answer"] == 0.0
+    assert play(env, row, f"<answer>{row['answer']}</answer>")[2]["score_answer"] == 1.0
+    if task == "prime_factorization":
+        with pytest.raises(ValueError):
+            rg.reasoning_gym.create_dataset(task).score_answer("x", row["info"]["entry"])
+
+
+def test_reasoning_gym_scorers_accept_more_than_one_answer():
     env = rg.load_environment("chain_sum", num_train=1, num_eval=1)
     row = env.dataset[0]
     assert play(env, row, f"<answer>{row['answer']}.0</answer>")[2]["score_answer"] == 1.0
 
 
-def test_what_breaks_a_scorer_is_wrong(rg):
-    env = rg.load_environment("prime_factorization", num_train=1, num_eval=1)
-    with pytest.raises(ValueError):
-        rg.reasoning_gym.create_dataset("prime_factorization").score_answer("x", env.dataset[0]["info"]["entry"])
-    assert play(env, env.dataset[0], "<answer>x</answer>")[2]["score_answer"] == 0.0
-    assert play(env, env.dataset[0], "<answer></answer>")[2]["score_answer"] == 0.0
+@pytest.mark.parametrize("task, config, error, message", [
+    ("chain_sums", {}, ValueError, "no task 'chain_sums'; the nearest are chain_sum"),
+    (["gcd", "composite"], {}, ValueError, "no task 'composite'"), (["gcd", "gcd"], {}, ValueError, "must differ"),
+    ("gcd", {"seed": 1}, ValueError, "without seed and size"), ("gcd", {"max_vale": 1}, TypeError, "max_vale"),
+])  # fmt: skip
+def test_reasoning_gym_names(task, config, error, message):
+    with pytest.raises(error, match=message):
+        rg.load_environment(task, config=config)
 
 
-@pytest.mark.parametrize("answer", ["1e1000000000", "1E-99999", "1_0.e1_000_000_000"])
-def test_a_number_that_would_stop_the_world_is_wrong(rg, answer):
-    """coin_flip makes a Fraction of it, in C, which no time limit ends."""
-    env = rg.load_environment("coin_flip", num_train=1, num_eval=1)
-    assert play(env, env.dataset[0], f"<answer>{answer}</answer>")[2]["score_answer"] == 0.0
-    assert play(env, env.dataset[0], f"<answer>{env.dataset[0]['answer']}</answer>")[2]["score_answer"] == 1.0
-
-
-def test_reasoning_gym_names(rg):
-    with pytest.raises(ValueError, match="no task 'chain_sums'; the nearest are chain_sum"):
-        rg.load_environment("chain_sums")
-    with pytest.raises(ValueError, match="no task 'composite'"):
-        rg.load_environment(["gcd", "composite"])
-    with pytest.raises(ValueError, match="must differ"):
-        rg.load_environment(["gcd", "gcd"])
-    with pytest.raises(ValueError, match="without seed and size"):
-        rg.load_environment("gcd", config={"seed": 1})
-    with pytest.raises(TypeError, match="max_vale"):
-        rg.load_environment("gcd", config={"max_vale": 1})
-
-
-def test_reasoning_gym_mixture(rg):
+def test_reasoning_gym_mixture():
     env = rg.load_environment(["gcd", "leg_counting"], 60, 20, config={"gcd": {"max_value": 20}})
     names = Counter(row["info"]["entry"]["metadata"]["source_dataset"] for row in env.dataset)
     assert set(names) == {"gcd", "leg_counting"} and min(names.values()) > 15
@@ -171,7 +161,7 @@ def test_reasoning_gym_mixture(rg):
     assert max(numbers) <= 20
 
 
-def test_reasoning_gym_splits(rg):
+def test_reasoning_gym_splits():
     env = rg.load_environment(num_train=1500, num_eval=200)
     train, held_out = {r["question"] for r in env.dataset}, {r["question"] for r in env.eval_dataset}
     assert len(env.dataset) == 1500 and len(held_out) == 200 and not train & held_out
@@ -184,21 +174,17 @@ def test_reasoning_gym_splits(rg):
         rg.load_environment("count_bits", config={"min_n": 1, "max_n": 8}, num_eval=8)
 
 
-def test_answers_are_not_run_as_code_unless_allowed(rg):
+def test_answers_are_not_run_as_code_unless_allowed():
     """Scorers that evaluate what the policy wrote are told by their source; a new version may bring more."""
     evaluates = re.compile(r"\b(eval|exec|parse_expr|sympify)\((answer|user|predicted|response)")
-    found = {n for n, (c, _) in rg.DATASETS.items() if evaluates.search(read(sys.modules[c.__module__].__file__))}
+    sources = {name: Path(sys.modules[kind.__module__].__file__) for name, (kind, _) in rg.DATASETS.items()}
+    found = {name for name, path in sources.items() if evaluates.search(path.read_text())}
     assert found == set(rg.RUN_ANSWERS)
     with pytest.raises(ValueError, match="allow_code"):
         rg.load_environment("countdown")
     env = rg.load_environment("countdown", num_train=1, num_eval=1, allow_code=True)
     row = env.dataset[0]
     assert play(env, row, f"<answer>{row['answer']}</answer>")[2]["score_answer"] == 1.0
-
-
-def read(path):
-    with open(path) as f:
-        return f.read()
 
 
 # --- a judge's server -------------------------------------------------------------------------------------------------
@@ -282,45 +268,32 @@ def test_retry_after_is_kept():
         assert time.monotonic() - started < 0.9 and len(fake.requests) == 3  # openai's own waits would take 1.1 s
 
 
-@pytest.mark.parametrize("status", [429, 503])
-def test_refused_for_ever_is_unscored(status):
-    with serve(lambda text, model, call: (status, {"Retry-After": "0.05"})) as fake:
+def test_a_judge_that_refuses_for_ever_or_is_lost_leaves_it_unscored():
+    with serve(lambda text, model, call: (503 if call > 1 else 429, {"Retry-After": "0.05"})) as fake:
         rubric = JudgeRubric(judge_models=["a"], base_url=fake.url, max_retries=2)
         env = SingleTurnEnv([{"question": "How?"}], rubric=rubric)
         with pytest.raises(openai.APIStatusError):
             play(env, env.dataset[0], "so")
         assert len(fake.requests) == 3
-
-
-def test_a_lost_server_is_unscored():
-    with serve(lambda text, model, call: "") as fake:
-        url = fake.url
     with pytest.raises(openai.APIConnectionError):
-        judged(Judge(["a"], url, max_retries=0))
+        judged(Judge(["a"], fake.url, max_retries=0))
 
 
-@pytest.mark.parametrize("reply", [
-    "", "good", "<score></score>", "<score>11</score>", "<score>-1</score>", "<score>nan</score>",
-    "<score>ten</score>",
+@pytest.mark.parametrize("score, replies", [
+    (None, ["", "good", "<score></score>", "<score>11</score>", "<score>-1</score>", "<score>nan</score>",
+            "<score>ten</score>"]),
+    (0.8, ["<score>\n[8]\n</score>", "<score>**8**</score>", "<score> 8 / 10 </score>", "<score>8 out of 10</score>",
+           "<Score>8.0</Score>", "<score>[8.]/10</score>", "<score>[8/10]</score>",
+           "<score>2</score>, no: <score>8</score>"]),
 ])  # fmt: skip
-def test_a_reply_without_a_score_in_range_is_unscored(reply):
-    with serve(lambda text, model, call: reply) as fake:
-        with pytest.raises(JudgeReplyError, match="a gave no score in 0..10"):
-            judged(Judge(["a"], fake.url))
-
-
-@pytest.mark.parametrize("reply", [
-    "<score>\n[8]\n</score>", "<score>**8**</score>", "<score> 8 / 10 </score>", "<score>8 out of 10</score>",
-    "<Score>8.0</Score>", "<score>[8.]/10</score>", "<score>[8/10]</score>",
-])  # fmt: skip
-def test_scores_as_judges_write_them(reply):
-    with serve(lambda text, model, call: reply) as fake:
-        assert judged(Judge(["a"], fake.url)) == 0.8
-
-
-def test_the_last_score_counts():
-    with serve(lambda text, model, call: "<score>2</score>, no: <score>8</score>") as fake:
-        assert judged(Judge(["a"], fake.url)) == 0.8
+def test_scores_as_judges_write_them_and_what_is_none(score, replies):
+    with serve(lambda text, model, call: replies[call - 1]) as fake:
+        for _ in replies:
+            if score is None:
+                with pytest.raises(JudgeReplyError, match="a gave no score in 0..10"):
+                    judged(Judge(["a"], fake.url))
+            else:
+                assert judged(Judge(["a"], fake.url)) == score
 
 
 def test_concurrency_is_bounded():
@@ -421,24 +394,16 @@ def test_xml_parser():
     found = parser.parse("<think> a </think><answer>1</answer><answer>\n2\n</answer>")
     assert found == SimpleNamespace(think="a", code=None, answer="1")
     assert parser.parse("<answer>1</answer><answer>\n2\n</answer>", last=True).answer == "2"
-    assert parser.parse("<answer>never closed").answer is None
-    assert parser.parse("<answer></answer>").answer == ""
+    assert parser.parse("<answer>never closed").answer is None and parser.parse("<answer></answer>").answer == ""
     assert XMLParser([("code", "answer")], "code").parse_answer(says("<code>x = 1\ny = 2</code>")) == "x = 1\ny = 2"
-
-
-def test_xml_parser_answers():
+    text = parser.format(think="so", answer=4)  # it reads what it writes
+    assert parser.parse(text) == SimpleNamespace(think="so", code=None, answer="4")
+    assert parser.follows_format(text) == 1.0 and parser.get_format_str().count("<code/answer>") == 1
     parser = XMLParser(["answer"], extract_fn=int)
     assert parser.parse_answer("<answer>1</answer><answer>2</answer>") == 2
     assert parser.parse_answer(says("<answer>1</answer>", "<answer>9</answer>", "no more")) == 1
-    assert parser.parse_answer(says("nothing")) is None and parser.parse_answer([]) is None
-    assert parser.parse_answer([{"role": "assistant", "content": None, "tool_calls": []}]) is None
-
-
-def test_xml_parser_writes_what_it_reads():
-    parser = XMLParser(["think", ("code", "answer")])
-    text = parser.format(think="so", answer=4)
-    assert parser.parse(text) == SimpleNamespace(think="so", code=None, answer="4")
-    assert parser.follows_format(text) == 1.0 and parser.get_format_str().count("<code/answer>") == 1
+    for messages in (says("nothing"), [], [{"role": "assistant", "content": None, "tool_calls": []}]):
+        assert parser.parse_answer(messages) is None
 
 
 @pytest.mark.parametrize("fields, answer", [(["a"], "answer"), (["answer", "answer"], "answer"), ([], "answer")])

@@ -137,14 +137,6 @@ def load_math_python(contained, **args):
 # --- the sandbox ------------------------------------------------------------------------------------------------------
 
 
-def test_it_contains_or_refuses(contained):
-    if contained:
-        assert len(math_python.load_environment(num_train=2, num_eval=0).dataset) == 2
-    else:
-        with pytest.raises(CannotContain):
-            math_python.load_environment()
-
-
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_attacks_end_small_and_leave_nothing(box, attack, monkeypatch):
     monkeypatch.setattr(box, "timeout_s", 1)
@@ -260,7 +252,7 @@ def test_hidden_directories_in_visible_ones_and_an_interpreter_in_a_hidden_one(b
 
 
 def test_another_user_gets_the_same(box):
-    """As root: again for a user without rights, whose own files the code could otherwise read. Else: for this user."""
+    """As root: again for a user without rights, whose own files the code could otherwise read."""
     home = Path(tempfile.mkdtemp(dir="/var/tmp"))
     user, python = [], sys.executable
     try:
@@ -270,14 +262,13 @@ def test_another_user_gets_the_same(box):
             for path in (home, home / "secret"):
                 os.chown(path, 12345, 12345)
         marker = uuid.uuid4().hex
-        codes = [
-            f"# {marker}\n{code}" for code in (f"CASE = {files_case(home)}\n{FILES}", ATTACKS["daemon that hides"])
-        ]
-        program = f"{(ROOT / 'configs' / 'environments' / 'sandbox.py').read_text()}\nbox = Sandbox({[str(home)]!r}, timeout_s=2)\n"
+        codes = (f"CASE = {files_case(home)}\n{FILES}", ATTACKS["daemon that hides"])
+        codes = [f"# {marker}\n{code}" for code in codes]
+        program = (ROOT / "configs" / "environments" / "sandbox.py").read_text()
+        program += f"\nbox = Sandbox({[str(home)]!r}, timeout_s=2)\n"
         program += f"print(json.dumps([box.run(code) for code in {codes!r}]))"
-        done = subprocess.run(
-            [*user, python, "-I", "-"], input=program, text=True, capture_output=True, cwd="/", env={"HOME": str(home)}
-        )
+        command = [*user, python, "-I", "-"]
+        done = subprocess.run(command, input=program, text=True, capture_output=True, cwd="/", env={"HOME": str(home)})
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == [CLEAN, "[stopped after 2 s]"]
         assert not survivors(marker) and os.listdir(home) == ["secret"]
@@ -287,10 +278,9 @@ def test_another_user_gets_the_same(box):
 
 def test_it_dies_with_its_caller(box):
     marker = uuid.uuid4().hex
-    program = (
-        f"from configs.environments.sandbox import Sandbox; Sandbox(timeout_s=60).run('#' + '{marker[:16]}' + '{marker[16:]}' + "
-    )
-    caller = subprocess.Popen([sys.executable, "-c", program + "'\\nwhile 1: pass')"], cwd=ROOT, start_new_session=True)
+    program = "from configs.environments.sandbox import Sandbox; "
+    program += f"Sandbox(timeout_s=60).run('#' + '{marker[:16]}' + '{marker[16:]}' + '\\nwhile 1: pass')"
+    caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
     try:
         wait_until(lambda: survivors(marker))
     finally:
@@ -399,16 +389,17 @@ def test_expressions_are_right():
 
 def test_rows_from_a_file(contained, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(10)))
-    env = load_math_python(contained, path=str(path), num_eval=3)
+
+    def load(num, **args):
+        path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(num)))
+        return load_math_python(contained, path=str(path), **args)
+
+    env = load(10, num_eval=3)
     assert [len(env.dataset), len(env.eval_dataset)] == [7, 3] and env.eval_dataset[0]["question"] == "7+1?"
     assert play(env, env.dataset[0], "1")[1] == 1  # the answer may be a number
-    assert len(load_math_python(contained, path=str(path), num_eval=3, num_train=2).dataset) == 2
-    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(5000)))
-    assert len(load_math_python(contained, path=str(path), num_eval=3).dataset) == 4997
-    path.write_text("".join(json.dumps({"question": f"{i}+1?", "answer": i + 1}) + "\n" for i in range(10)))
+    assert len(load(10, num_eval=3, num_train=2).dataset) == 2 and len(load(5000, num_eval=3).dataset) == 4997
     with pytest.raises(DataError, match="10 rows, none left to train on"):
-        load_math_python(contained, path=str(path))
+        load(10)
 
 
 # --- gsm8k ------------------------------------------------------------------------------------------------------------
@@ -438,11 +429,9 @@ def test_numbers_compare(text, other, same):
     assert (gsm8k.number(text) == gsm8k.number(other)) == same
 
 
-@pytest.mark.parametrize(
-    "text", ["", None, "x", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "٣", ".", "1 2", "1,2", "1,2,3", "3\n4"]
-)
-def test_what_is_no_number(text):
-    assert gsm8k.number(text) is None
+def test_what_is_no_number():
+    for text in ("", None, "x", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "٣", ".", "1 2", "1,2", "1,2,3", "3\n4"):
+        assert gsm8k.number(text) is None, text
 
 
 def test_gsm8k_reads_its_own_columns(tmp_path):

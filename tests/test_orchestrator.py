@@ -99,7 +99,7 @@ def test_environments_are_dealt_out_by_ratio():
 
 @pytest.mark.parametrize("kind", [list, np.array])
 def test_batch_files_carry_fields_by_name(kind, tmp_path):
-    """A list or array as long as the tokens is a field; a sequence without it has nan there; other lengths are refused."""
+    """A list or array as long as the tokens is a field; who has none has nan there; other lengths are refused."""
     path = tmp_path / "step_000000.safetensors"
     plain = {"tokens": [5, 6, 7], "mask": [0, 1, 1], "old_logp": [0.0, -1.0, -2.0], "turn": [0, 0, 0], "reward": 1.0}
     save_batch(path, [plain | {"teacher": kind([0.5, 1.5, 2.5]), "versions": [0, 0, 1]}, plain], {"step": 0})
@@ -414,7 +414,7 @@ def test_oversampling_puts_the_surplus_back(run):
 
 
 @pytest.mark.parametrize("kind, message", [
-    ("constant", r"41 groups of think_env in a row.*flat, \[1.0, 1.0"), ("raises", "failed, .'ValueError: never scores"),
+    ("constant", r"41 groups of think_env in a row.*flat, \[1.0, 1.0"), ("raises", "failed, .'ValueError: never"),
 ])  # fmt: skip
 def test_always_flat_or_failing_ends_the_run(kind, message, run):
     with pytest.raises(RunError, match=message) as e:
@@ -748,23 +748,6 @@ def test_overlap(launched):
 
 
 @pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["full", "adapters"])  # test_vllm.py has them as well
-def test_a_whole_run_in_16_bits(how, launched):
-    """Every version within the canary's limit, rollouts up to two versions old; adapters go on from a checkpoint."""
-    overrides = ("trainer.dtype=bf16", f"trainer.use_lora={str(how == 'adapters').lower()}", "checkpoint.every=2")
-    more = ("orchestrator.max_staleness=2", "eval.every=2", "trainer.gradient_checkpointing=true")
-    for steps in (2, 4) if how == "adapters" else (4,):
-        done, run_dir = launched(steps, NOISE, *overrides, *more)
-    metrics = lines(run_dir / "metrics.jsonl")
-    assert [m["step"] for m in metrics] == list(range(4)), done.stdout + done.stderr
-    assert all(m["sync/dlogp_mean"] < 0.05 and m["policy/kl_sampler"] < 0.01 for m in metrics)
-    assert [e["step"] for e in lines(run_dir / "eval.jsonl")] == [0, 2, 4]
-    name = "adapter_model" if how == "adapters" else "model"
-    assert (run_dir / "final" / f"{name}.safetensors").is_file() and not (run_dir / "adapters").exists()
-
-
-@pytest.mark.slow
 def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
     """inference.sleep: awake for sampling and for weights, asleep for each step, also while an evaluation goes on."""
     sleeping = ("inference.sleep=true", "orchestrator.max_staleness=0", "eval.every=1", "eval.hold_s=0.01")
@@ -806,11 +789,3 @@ def test_user_code_that_never_returns_does_not_keep_the_run(launched):
     _, run_dir = launched(2, '{ kind = "stuck" }', "orchestrator.generation_timeout=2")
     assert any(r["error"].startswith("TimeoutError") for r in lines(run_dir / "rollouts.jsonl"))
     assert time.monotonic() - started < 60
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_run_that_cannot_learn_exits_4(launched):
-    done, run_dir = launched(3, '{ kind = "constant" }', check=False)
-    assert done.returncode == 4 and "last: flat" in done.stderr.splitlines()[-1]
-    assert str(run_dir / "logs" / "orchestrator.log") in done.stderr.splitlines()[-1]

@@ -41,9 +41,8 @@ def test_wiki_search_reads_a_directory(tmp_path):
     (tmp_path / "a.md").write_text("# Lake Como\n\nA lake in Lombardy, 146 square kilometers.\n")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.txt").write_text("Mount Etna\nA volcano in Sicily.\n")
-    (tmp_path / "q.jsonl").write_text(
-        "".join(json.dumps({"question": f"{i}?", "answer": "Sicily"}) + "\n" for i in range(3))
-    )
+    rows = [{"question": f"{i}?", "answer": "Sicily"} for i in range(3)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
     args = {"corpus": str(tmp_path), "questions": str(tmp_path / "q.jsonl"), "num_eval": 1}
     env = load_environment("wiki_search", args)
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
@@ -62,11 +61,8 @@ def test_alphabet_sort_asks_again_and_credits_each_turn():
     row = env.dataset[0]
     first, second, third = row["info"]["answers"]
     state, reward, metrics = play(env, row, first, second, third.upper())
-    assert (
-        state["turn_rewards"] == pytest.approx([1 / 3] * 3)
-        and reward == pytest.approx(1.0)
-        and metrics == {"in_order": pytest.approx(1.0), "exact": 1.0}
-    )
+    assert state["turn_rewards"] == pytest.approx([1 / 3] * 3) and reward == pytest.approx(1.0)
+    assert metrics == {"in_order": pytest.approx(1.0), "exact": 1.0}
     asked = [m["content"] for m in state["prompt"] + state["completion"] if m["role"] == "user"]
     said = " ".join(asked).replace("Sort: ", "").replace("Add: ", "").split()
     assert sorted(said) == third.split() and len(asked) == 3 and set(said) <= set(alphabet_sort.NAMES)

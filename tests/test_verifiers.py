@@ -1,4 +1,4 @@
-"""Environments of the real verifiers package, by configs/environments/verifiers_v0.py, against the same written for ours."""
+"""Environments of the real verifiers package, wrapped by verifiers_v0.py, against the same written for ours."""
 
 import pytest
 from conftest import all_batches, lines
