@@ -139,7 +139,7 @@ class Sandbox:
     def command(self, code, timeout_s):
         python = f"{self.python} -I -c".split()
         clock = f"timeout --foreground --signal=KILL {timeout_s:g}"
-        limits = f"{LIMITS} --cpu={math.ceil(timeout_s)}"
+        limits = f"{LIMITS} --cpu={math.ceil(timeout_s) + 1}"  # the clock comes first
         if not self.script:
             return [*f"{self.user} {clock} {limits}".split(), *python, code]
         env = "env -i PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8"
