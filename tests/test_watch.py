@@ -11,7 +11,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-import tomllib
 
 import numpy as np
 import pytest
@@ -167,28 +166,17 @@ def test_a_healthy_run_in_a_few_lines(tmp_path, capsys):
     assert (run / "curves.png").exists() and not (run / "tracker.json").exists()
 
 
-SERVING = """
-chat_template = "templates/my own.jinja"
-max_seq_len = 64
-[trainer]
-dtype = "bf16"
-head_dtype = "fp32"
-[inference]
-args.enable_auto_tool_choice = true
-args.tool_call_parser = "hermes"
-args.enable_prefix_caching = false
-args.api_key = "REDACTED"
-"""
-
-
 def test_the_result_is_served_as_the_run_served_it(tmp_path):
     """vLLM refuses a rank above --max-lora-rank, by default 16, and takes only some values for it."""
     run = write_steps(tmp_path / "my run", [])
     (run / "final").mkdir()
-    config = tomllib.loads(f'model = "base/model"\n{SERVING}')
+    args = {"enable_auto_tool_choice": True, "enable_prefix_caching": False, "tool_call_parser": "hermes"}
+    config = {"model": "base/model", "max_seq_len": 64, "chat_template": "templates/my own.jinja"}
+    config["trainer"] = {"dtype": "bf16", "head_dtype": "fp32"}
+    config["inference"] = {"args": args | {"api_key": "REDACTED", "tensor_parallel_size": 1}}
     flags = '--host 127.0.0.1 --dtype bfloat16 --max-model-len 64 --chat-template "templates/my own.jinja"'
-    flags += """ --hf-overrides '{"head_dtype": "float32"}' --enable-auto-tool-choice --tool-call-parser hermes"""
-    flags = shlex.split(f"{flags} --no-enable-prefix-caching")
+    flags += """ --hf-overrides '{"head_dtype": "float32"}' --enable-auto-tool-choice --no-enable-prefix-caching"""
+    flags = shlex.split(f"{flags} --tool-call-parser hermes")
     serve, evaluate = map(shlex.split, watch.commands(run, config))
     python = watch.from_root(sys.executable)
     assert serve == [python, "-m", "configs.serving.server", "--model", f"{run}/final", *flags]
@@ -204,34 +192,31 @@ def test_the_result_is_served_as_the_run_served_it(tmp_path):
     assert watch.from_root(ROOT / ".venv" / "bin" / "python").endswith("bin/python")
 
 
-def finished_run(path, model, env, *overrides, rank=0):
-    """The directory of a run that has ended: a model as it is, or adapters to it that change nothing."""
-    cfg = load_config(write_run(path, model, 1, env), overrides)
-    run = path / "run"
+SERVED = [
+    "eval.num_examples=4",
+    "inference.args.enable_auto_tool_choice=true",
+    "inference.args.tool_call_parser=hermes",
+]
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("rank", [0, 12])
+def test_the_printed_commands_run(rank, models, tmp_path, capsys):
+    """Both as they are, by a shell in the repository's directory, but on a port of their own. The run made a model, or
+    an adapter, for a task with tools."""
+    model = models["tools"]
+    cfg = load_config(write_run(tmp_path, model, 1, '{ kind = "tools" }'), SERVED)
+    run = tmp_path / "run"
     if rank:
-        ends = {"A": (rank, 64), "B": (64, rank)}
+        shapes = {"A": (rank, 64), "B": (64, rank)}
         name = "model.layers.0.self_attn.q_proj.lora"
-        zeros = {f"{name}_{end}.weight": torch.zeros(shape) for end, shape in ends.items()}
-        adapters.write(run / "final", zeros, cfg.trainer._asdict(), str(model))
+        zeros = {f"{name}_{end}.weight": torch.zeros(shape) for end, shape in shapes.items()}
+        t = cfg.trainer._asdict() | {"lora_rank": rank, "lora_target_modules": ["q_proj"]}
+        adapters.write(run / "final", zeros, t, str(model))
     else:
         shutil.copytree(model, run / "final")
     (run / "config.toml").write_text(to_toml(cfg))
     (run / "done").write_text("1")
-    append(run / "metrics.jsonl", [step_line(0)])
-    return run
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("kind", ["model", "adapter and tools"])
-def test_the_printed_commands_run(kind, models, tmp_path, capsys):
-    """Both as they are, by a shell in the repository's directory, but on a port of their own."""
-    if kind == "model":
-        run = finished_run(tmp_path, models["untied"], '{ kind = "letter" }', "eval.num_examples=4")
-    else:
-        more = ["trainer.use_lora=true", "trainer.lora_rank=12", 'trainer.lora_target_modules=["q_proj"]']
-        more += ["eval.num_examples=4", "inference.args.enable_auto_tool_choice=true"]
-        more += ["inference.args.tool_call_parser=hermes"]
-        run = finished_run(tmp_path, models["tools"], '{ kind = "tools" }', *more, rank=12)
     watch.main([str(run), "--once"])
     serve, evaluate = [row.removeprefix("result: ") for row in printed(capsys, "result: ")[1:]]
     port = free_port()
