@@ -1,7 +1,5 @@
 """Every causal model: random tiny ones of many families against their own forward, one row at a time."""
 
-import collections
-import itertools
 import os
 import statistics
 import subprocess
@@ -10,14 +8,23 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import BASE, ROOT, VLLM, lines, make_samples
+from conftest import BASE, ROOT, VLLM, lines, make_sequences
 from ranks import replays
-from safetensors import safe_open
 from safetensors.torch import load_file
-from test_trainer import CPU, adamw, assert_gradients_of, batch_of, gradients, plain_model, scored, write_batches
+from test_trainer import (
+    CPU,
+    adamw,
+    assert_gradients_of,
+    batch_of,
+    gradients,
+    plain_model,
+    scored,
+    weights_of,
+    write_batches,
+)
 
 import trainer
-from configs import RunError
+from configs.runtime.role import RunError
 
 ADAPTER = "adapter_model.safetensors"
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -67,15 +74,17 @@ FAMILIES = {  # windows are shorter than the rows; dropout and noise are as thei
 ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG = {"long_factor": [4.0] * 8, "short_factor": [1.0] * 8}
 REFUSED = {
-    "Phimoe": (GROUPED | LOCAL, "dropout or noise is on"),  # draws experts in training
-    "HyperCLOVAX": (ATTENTION | {"logits_scaling": 0.1}, "logits are not head"),
-    "ModernBertDecoder": ({"intermediate_size": 96, "num_attention_heads": 4, "sliding_window": 6} | PAD, "not head"),
-    "RecurrentGemma": (ATTENTION | {"lru_width": 64, "attention_window_size": 5}, "logits are not head"),
-    "Llama": (ATTENTION | {"max_position_embeddings": 32, "rope_parameters": ROPE | {"rope_type": "dynamic"}},
-              "a row's length changes"),
-    "Phi3": (GROUPED | PAD | {"max_position_embeddings": 128, "original_max_position_embeddings": 32,
-             "rope_parameters": ROPE | LONG | {"rope_type": "longrope"}}, "a row's length changes"),
-    "Llama4": (ATTENTION | PAD | {"intermediate_size_mlp": 96, "num_local_experts": 2}, "has no base model of its own"),
+    "Phimoe": GROUPED | LOCAL,  # draws experts in training
+    "HyperCLOVAX": ATTENTION | {"logits_scaling": 0.1},  # logits are not head(base model)
+    "ModernBertDecoder": {"intermediate_size": 96, "num_attention_heads": 4, "sliding_window": 6} | PAD,
+    "RecurrentGemma": ATTENTION | {"lru_width": 64, "attention_window_size": 5},
+    # RoPE that depends on the length of the row
+    "Llama": ATTENTION | {"max_position_embeddings": 32, "rope_parameters": ROPE | {"rope_type": "dynamic"}},
+    "Phi3": GROUPED | PAD | {
+        "max_position_embeddings": 128, "original_max_position_embeddings": 32,
+        "rope_parameters": ROPE | LONG | {"rope_type": "longrope"},
+    },
+    "Llama4": ATTENTION | PAD | {"intermediate_size_mlp": 96, "num_local_experts": 2},  # has no base model
 }  # fmt: skip
 
 
@@ -94,52 +103,44 @@ def make_model(family, shape, path, seed=0):
     return path
 
 
-def names_in(path):
-    return {name for file in path.glob("*.safetensors") for name in safe_open(file, "pt").keys()}
+def weights_in(path):
+    """{name: tensor} of a directory's files."""
+    found = {}
+    for file in path.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
 
 
-@pytest.fixture
-def sent(monkeypatch):
-    """sent(policy, cfg) -> what publish would broadcast."""
-
-    class Sender:
-        run_dir, device = None, CPU
-
-        def send(self, version, tensors):
-            self.tensors = tensors
-            raise StopIteration
-
-    def publish(policy, cfg):
-        with pytest.raises(StopIteration):
-            trainer.publish(sender := Sender(), policy, 0, cfg)
-        return sender.tensors
-
-    return publish
+def sent(policy, cfg):
+    """What a sync broadcasts."""
+    return weights_of(policy, trainer.DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
 
 
 PLAIN = "Qwen3 Llama Gemma3 Phi3 GPT2 Granite Lfm2 Qwen3_5 Mamba2 Qwen3Moe GptOss DeepseekV3 Ernie4_5_Moe".split()
 
 
 @pytest.mark.parametrize("family", [f if f in PLAIN else pytest.param(f, marks=pytest.mark.long) for f in FAMILIES])
-def test_every_family(family, make_cfg, sent, tmp_path):
-    """In a rectangle and in training mode it is the model alone, it trains, and goes out as its checkpoint has it."""
+def test_every_family(family, make_cfg, tmp_path):
+    """Padded and in training mode it is the model alone, it trains, and goes out as its checkpoint has it."""
     path = make_model(family, FAMILIES[family], tmp_path / "model")
-    cfg, samples = make_cfg(model=path), make_samples(10, longest=30)
-    batch, policy, plain = batch_of(tmp_path, samples), trainer.build_policy(cfg), plain_model(cfg)
+    cfg, batch = make_cfg(model=path), batch_of(tmp_path, make_sequences(10, longest=30))
+    policy, plain = trainer.build_policy(cfg), plain_model(cfg)
     trainer.check_policy(policy, cfg)
-    logp_N, expected_N = policy(trainer.collate(batch, list(range(10)), CPU))[0], scored(plain, samples)[0]
-    assert batch.lens.max() > 20
+    assert max(len(s["tokens"]) for s in batch.sequences) > 20
+    logp_N, expected_N = policy(trainer.collate(batch.sequences, CPU))[0], scored(plain, batch.sequences)[0]
     torch.testing.assert_close(logp_N, expected_N, atol=1e-5, rtol=1e-5)
     logp_N.sum().backward()
     expected_N.sum().backward()
     assert_gradients_of(plain, policy, 2e-4)
 
-    tensors = sent(policy, cfg)
-    written = {name: w for file in path.glob("*.safetensors") for name, w in load_file(file).items()}
+    tensors, written = sent(policy, cfg), weights_in(path)
     assert set(tensors) == set(written) and all(torch.equal(w, written[name]) for name, w in tensors.items())
+    blocks = list(trainer.stream_weights(policy.model, torch.float32, False))
+    assert len(blocks) > 2 and max(map(len, blocks)) < len(written) - 2  # a transformer block at most at a time
 
     for dtype in ("fp32", "bf16"):
-        policy = trainer.build_policy(cfg := make_cfg(f"trainer.dtype={dtype}", model=path))
+        cfg = make_cfg(f"trainer.dtype={dtype}", model=path)
+        policy = trainer.build_policy(cfg)
         trainer.check_policy(policy, cfg)
         metrics, before_T = trainer.train_step(policy, adamw(policy), batch, 0, cfg)
         assert not metrics["optim/skipped"] and metrics["optim/grad_norm"] > 0
@@ -149,29 +150,29 @@ def test_every_family(family, make_cfg, sent, tmp_path):
 
 @pytest.mark.parametrize("family", ["DeepseekV3", "Glm4Moe", "Ernie4_5_Moe"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_biases_of_routers(dtype, family, make_cfg, models, sent, tmp_path):
+def test_biases_of_routers(dtype, family, make_cfg, models, tmp_path):
     """What decides which experts a token gets, and has no gradient, is sent, kept in checkpoints and in final/."""
     path = make_model(family, FAMILIES[family], tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
-    cfg, batch = make_cfg(f"trainer.dtype={dtype}", model=path), batch_of(tmp_path, make_samples(10, longest=30))
-    policy, micro = trainer.build_policy(cfg), trainer.collate(batch, list(range(10)), CPU)
+    cfg, batch = make_cfg(f"trainer.dtype={dtype}", model=path), batch_of(tmp_path, make_sequences(10, longest=30))
+    policy, micro = trainer.build_policy(cfg), trainer.collate(batch.sequences, CPU)
     optimizer = adamw(policy, 1e-2)
     trainer.train_step(policy, optimizer, batch, 0, cfg)
     logp_N = policy(micro)[0]
-    ((name, bias),) = [(k, w) for k, w in sent(policy, cfg).items() if k.endswith("score_correction_bias")]
-    at_most = 1e-3 if (dtype, family) == ("bf16", "Ernie4_5_Moe") else 0  # a parameter: in 16 bits for the trainer, too
+    ((name, bias),) = [(name, w) for name, w in sent(policy, cfg).items() if name.endswith("score_correction_bias")]
+    at_most = 1e-3 if (dtype, family) == ("bf16", "Ernie4_5_Moe") else 0  # a parameter, so the trainer has it in bf16
     expected = torch.tensor([0.3, -0.3, 0.31, -0.29]).view_as(bias)
     torch.testing.assert_close(bias.float(), expected, atol=at_most, rtol=0)
 
     (tmp_path / "checkpoints").mkdir()
-    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg, {})
+    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
     again = trainer.build_policy(cfg)
     assert trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", again, adamw(again), cfg) == 1
     assert torch.equal(again(micro)[0], logp_N)
     trainer.write_final(tmp_path, again, cfg)
     final = trainer.build_policy(make_cfg(f"trainer.dtype={dtype}", model=tmp_path / "final"))
     torch.testing.assert_close(final(micro)[0], logp_N, atol=1e-5 if dtype == "fp32" else 0.1, rtol=0)
-    assert torch.equal(load_file(tmp_path / "final" / "model.safetensors")[name], bias)
+    assert torch.equal(weights_in(tmp_path / "final")[name], bias)
 
 
 COMPOSITE = {  # with a tower for images, which is neither trained nor wanted
@@ -182,7 +183,7 @@ COMPOSITE = {  # with a tower for images, which is neither trained nor wanted
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("family", COMPOSITE)
-def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
+def test_composite_checkpoints(family, lora, make_cfg, models, tmp_path):
     """What AutoModelForCausalLM loads of them trains, and goes out under the names that the server's copy has."""
     text, images = COMPOSITE[family]
     base = {"vocab_size": 102, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
@@ -191,23 +192,21 @@ def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
         tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
+    path = tmp_path / "model"
     whole = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     torch.nn.init.normal_(whole.get_output_embeddings().weight, std=0.5)
-    whole.save_pretrained(path := tmp_path / "model")
+    whole.save_pretrained(path)
     transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
     (path / "preprocessor_config.json").write_text('{"image_processor_type": "of images"}')
     cfg = make_cfg(f"trainer.use_lora={str(lora).lower()}", model=path)
-    batch, policy = batch_of(tmp_path, make_samples(10, longest=30)), trainer.build_policy(cfg)
+    batch, policy = batch_of(tmp_path, make_sequences(10, longest=30)), trainer.build_policy(cfg)
     trainer.check_policy(policy, cfg)
-    assert not any("vision" in name or "visual" in name for name in trainer.trained(policy))
+    assert not any("vision" in name or "visual" in name for name in policy.trained())
     before = {name: w.clone() for name, w in sent(policy, cfg).items()}
     metrics, _ = trainer.train_step(policy, adamw(policy, 1e-2), batch, 0, cfg)
     assert metrics["optim/grad_norm"] > 0 and all(p.grad is None for p in policy.parameters())
 
-    tensors, written = sent(policy, cfg), {}
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as f:
-            written |= {name: f.get_tensor(name) for name in f.keys()}
+    tensors, written = sent(policy, cfg), weights_in(path)
     assert set(tensors) <= set(written) and all(torch.equal(w, written[name]) for name, w in before.items())
     moved = {name for name, w in tensors.items() if not torch.equal(w, before[name])}
     assert moved and not any("vision" in name or "visual" in name for name in moved)
@@ -216,58 +215,41 @@ def test_composite_checkpoints(family, lora, make_cfg, models, sent, tmp_path):
         names = {name.removeprefix("base_model.model.") for name in load_file(tmp_path / "final" / ADAPTER)}
         assert len(names) > 8 and {f"{name.partition('.lora_')[0]}.weight" for name in names} <= set(written)
         cfg = make_cfg("trainer.use_lora=true", "trainer.dtype=bf16", model=path)
-        assert {k for k in sent(trainer.build_policy(cfg), cfg) if "lora" in k} == names
+        assert {name for name in sent(trainer.build_policy(cfg), cfg) if "lora" in name} == names
     else:
         assert "of images" in (tmp_path / "final" / "preprocessor_config.json").read_text()  # vLLM loads none without
         again = trainer.build_policy(make_cfg(model=tmp_path / "final"))
-        micro = trainer.collate(batch, list(range(10)), CPU)
+        micro = trainer.collate(batch.sequences, CPU)
         torch.testing.assert_close(again(micro)[0], policy(micro)[0], atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_is_not_understood_is_refused(family, make_cfg, tmp_path):
-    shape, message = REFUSED[family]
-    cfg = make_cfg(model=make_model(family, shape, tmp_path / "model"))
-    with pytest.raises(RunError, match=message) as error:
-        trainer.check_policy(trainer.build_policy(cfg), cfg)
-    assert error.value.code == 2
 
 
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "GptOss"])
 def test_attention_by_name(family, make_cfg, tmp_path):
-    """Each computes the same; the name is Transformers' own, and GPT-OSS's sinks are not left out by any."""
+    """Each computes the same; the name is Transformers' own, and none leaves out GPT-OSS's sinks."""
     path = make_model(family, FAMILIES[family], tmp_path / "model")
-    micro, logp = trainer.collate(batch_of(tmp_path, make_samples(10, longest=30)), list(range(10)), CPU), {}
-    for kind in ["eager"] + ["sdpa"] * (family != "GptOss"):
-        policy = trainer.build_policy(cfg := make_cfg(f"trainer.attn_implementation={kind}", model=path))
+    micro = trainer.collate(batch_of(tmp_path, make_sequences(10, longest=30)).sequences, CPU)
+    usual_N = trainer.build_policy(make_cfg(model=path))(micro)[0]
+    for kind in ["eager"] if family == "GptOss" else ["eager", "sdpa"]:
+        cfg = make_cfg(f"trainer.attn_implementation={kind}", model=path)
+        policy = trainer.build_policy(cfg)
         trainer.check_policy(policy, cfg)
         assert policy.model.config._attn_implementation == kind
-        logp[kind] = policy(micro)[0]
-    policy = trainer.build_policy(make_cfg(model=path))
-    for logp_N in logp.values():
-        torch.testing.assert_close(logp_N, policy(micro)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(policy(micro)[0], usual_N, atol=1e-5, rtol=1e-5)
     with pytest.raises(ImportError, match="installed"):
         trainer.build_policy(make_cfg("trainer.attn_implementation=flash_attention_3", model=path))
 
 
-@pytest.mark.parametrize("loss", ["cispo", "sft"])
-def test_a_replay_refuses_a_network_that_is_not_understood(loss, make_cfg, tmp_path, monkeypatch):
-    """Where no server is there to differ from."""
-    build = trainer.build_policy
+# --- what check_policy refuses ----------------------------------------------------------------------------------------
 
-    def build_wrong(cfg):
-        with_a_scaled_head(policy := build(cfg))
-        return policy
+DIFFERS = "padded rows in training mode differ from its own forward"
 
-    make_cfg(model=make_model("Llama", FAMILIES["Llama"], tmp_path / "model"))
-    saved = write_batches(tmp_path / "saved", 1)
-    monkeypatch.setattr(trainer, "build_policy", build_wrong)
-    with pytest.raises(RunError, match="logits are not head") as error:
-        replays([[tmp_path / "test.toml", "--replay", saved, f"trainer.loss={loss}", f"output_dir={tmp_path}"]])
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_is_not_understood_is_refused(family, make_cfg, tmp_path):
+    cfg = make_cfg(model=make_model(family, REFUSED[family], tmp_path / "model"))
+    with pytest.raises(RunError, match="no base model of its own" if family == "Llama4" else DIFFERS) as error:
+        trainer.check_policy(trainer.build_policy(cfg), cfg)
     assert error.value.code == 2
-
-
-# --- the check catches what it is for ---------------------------------------------------------------------------------
 
 
 def with_dropout(policy):
@@ -291,17 +273,32 @@ def with_a_leak(policy):
     base.register_forward_hook(leak, with_kwargs=True)
 
 
-@pytest.mark.parametrize("mutate, message", [
-    (with_dropout, "dropout or noise is on"), (with_a_scaled_head, "not head"), (with_a_leak, "a rectangle mix"),
-])  # fmt: skip
+@pytest.mark.parametrize("mutate", [with_dropout, with_a_scaled_head, with_a_leak])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_wrong_network_is_refused(mutate, message, dtype, make_cfg, tmp_path):
+def test_a_wrong_network_is_refused(mutate, dtype, make_cfg, tmp_path):
     cfg = make_cfg(f"trainer.dtype={dtype}", model=make_model("Llama", FAMILIES["Llama"], tmp_path / "model"))
     policy = trainer.build_policy(cfg)
     trainer.check_policy(policy, cfg)
     mutate(policy)
-    with pytest.raises(RunError, match=message) as error:
+    with pytest.raises(RunError, match=DIFFERS) as error:
         trainer.check_policy(policy, cfg)
+    assert error.value.code == 2
+
+
+def test_a_replay_refuses_a_network_that_is_not_understood(make_cfg, tmp_path, monkeypatch):
+    """No server is there to differ from."""
+    build = trainer.build_policy
+
+    def build_wrong(cfg):
+        policy = build(cfg)
+        with_a_scaled_head(policy)
+        return policy
+
+    make_cfg(model=make_model("Llama", FAMILIES["Llama"], tmp_path / "model"))
+    saved = write_batches(tmp_path / "saved", 1)
+    monkeypatch.setattr(trainer, "build_policy", build_wrong)
+    with pytest.raises(RunError, match=DIFFERS) as error:
+        replays([[tmp_path / "test.toml", "--replay", saved, f"output_dir={tmp_path}"]])
     assert error.value.code == 2
 
 
@@ -356,40 +353,38 @@ def test_what_the_canary_catches(dtype, make_cfg, models, tmp_path, monkeypatch)
     monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
     kind = {"fp32": "float32", "bf16": "bfloat16"}[dtype]
     server = VLLM(paths[0], tmp_path / "log", dtype=kind, receiver="configs.serving.cpu_receiver.WeightReceiver")
-    rows, honest, version = collections.defaultdict(list), trainer.stream, itertools.count()
+    rows, honest = {}, trainer.stream_weights
     try:
         more = [f'inference.urls=["{server.wait().url}"]', "max_seq_len=256", f"trainer.dtype={dtype}"]
         cfg = make_cfg(*more, "trainer.max_sync_dlogp=1e9", model=paths[0])
         policy = trainer.build_policy(cfg)
         sender = trainer.WeightSender(cfg, tmp_path, CPU)
+        sender.connect()
 
         def add(what, change):
-            def changed(group, device, spec, tensors):
-                for name, w in [(name, w.clone()) for name, w in change(tensors).items()]:
-                    tensors[name].copy_(w)
-                return honest(group, device, spec, tensors)
-
-            monkeypatch.setattr(trainer, "stream", changed)
-            metrics = trainer.publish(sender, policy, next(version), cfg)
-            rows[what].append(metrics["sync/dlogp_max" if is_fp32 else "sync/dlogp_mean"])
+            """A sync in which each group of tensors is updated by what `change` makes of it."""
+            with monkeypatch.context() as patch:
+                patch.setattr(trainer, "stream_weights", lambda *x: (group | change(group) for group in honest(*x)))
+                metrics = trainer.sync_weights(sender, policy, len(rows), cfg)
+            rows.setdefault(what, []).append(metrics["sync/dlogp_max" if is_fp32 else "sync/dlogp_mean"])
 
         def scaled(name, scale):
-            return lambda tensors: {name: tensors[name] * scale}
+            return lambda group: {name: group[name] * scale} if name in group else {}
+
+        def stale(group):
+            return {name: old[name] for name in group if name.startswith(EXPERT)}
 
         gate, up = (f"{EXPERT}{x}_proj.weight" for x in ("gate", "up"))
         for seed, path in enumerate(paths):
-            network = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-            trained = trainer.trained(policy)
-            old = dict(trainer.sampler_weights(network, trainer.DTYPES[dtype], False, CPU))
-            old = transformers.core_model_loading.revert_weight_conversion(network, old)
+            old = weights_in(path)
             torch.manual_seed(seed)
+            network = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
             with torch.no_grad():  # a step later
                 for name, w in network.named_parameters():
-                    trainer.local(trained[f"model.{name}"]).copy_(w + 0.05 * torch.randn_like(w))
-            add("as meant", lambda tensors: {})
-            stale = [name for name in old if name.startswith(EXPERT)]
-            add("a stale expert", lambda tensors, old=old, stale=stale: {name: old[name] for name in stale})
-            add("gate and up of an expert swapped", lambda tensors: {gate: tensors[up], up: tensors[gate]})
+                    trainer.local(policy.trained()[f"model.{name}"]).copy_(w + 0.05 * torch.randn_like(w))
+            add("as meant", lambda group: {})
+            add("a stale expert", stale)
+            add("gate and up of an expert swapped", lambda g: {gate: g[up], up: g[gate]} if gate in g else {})
             for name in ("lm_head.weight", "model.layers.1.self_attn.v_proj.weight", f"{EXPERT}down_proj.weight"):
                 for scale in SCALES:
                     add(f"{name} x {scale}", scaled(name, scale))

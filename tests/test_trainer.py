@@ -633,7 +633,7 @@ def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
 # --- LoRA and the reference -------------------------------------------------------------------------------------------
 
 
-def merged_weights(policy, dtype=torch.float32, adapters=False):
+def weights_of(policy, dtype=torch.float32, adapters=False):
     found = {}
     for group in trainer.stream_weights(policy.model, dtype, adapters):
         assert not group.keys() & found.keys()
@@ -651,7 +651,7 @@ def test_lora_starts_as_the_base_and_merges_exactly(make_cfg, tmp_path):
     before = {name: w.clone() for name, w in policy.state_dict().items()}
     with torch.no_grad():
         assert (policy(micro)[0] - base(micro)[0]).abs().max() > 1e-2
-        merged = merged_weights(policy)
+        merged = weights_of(policy)
         assert set(merged) == {name for name, _ in base.model.named_parameters()}
         base.model.load_state_dict(merged, strict=False)
         torch.testing.assert_close(policy(micro), base(micro), atol=1e-5, rtol=0)

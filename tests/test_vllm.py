@@ -1,6 +1,7 @@
 """The real vLLM on CPU: broadcasts that arrive, broken ones that are caught, token-exact rollouts, whole runs."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import shutil
@@ -13,7 +14,7 @@ from conftest import ROOT, VLLM, lines
 
 import orchestrator
 import trainer
-from configs import RunError
+from configs.runtime.role import RunError
 from orchestrator import Client
 
 pytestmark = pytest.mark.real
@@ -49,7 +50,9 @@ def connect(make_cfg, models, tmp_path, monkeypatch, request):
         url = (request.getfixturevalue("untied") if name == "untied" else request.getfixturevalue("servers")[name]).url
         more = [f'inference.urls=["{url}"]', "max_seq_len=256", "trainer.sync_timeout_s=90", *overrides]
         cfg = make_cfg(*more, model=models["tools" if name == "fp32" else "untied"])
-        return cfg, trainer.build_policy(cfg), trainer.WeightSender(cfg, tmp_path, CPU)
+        sender = trainer.WeightSender(cfg, tmp_path, CPU)
+        sender.connect()
+        return cfg, trainer.build_policy(cfg), sender
 
     return go
 
@@ -73,7 +76,7 @@ def test_sync_is_exact_in_fp32(kind, connect, tmp_path):
     base = {k: v.clone() for k, v in policy.state_dict().items() if "lora_" not in k}
     worst = []
     for version in range(3):
-        worst.append(trainer.publish(sender, policy, version, cfg)["sync/dlogp_max"])
+        worst.append(trainer.sync_weights(sender, policy, version, cfg)["sync/dlogp_max"])
         assert (tmp_path / "version").read_text() == str(version)
         shake(policy, seed=version)
     assert max(worst) < 1e-4, worst
@@ -91,7 +94,7 @@ def test_adapters_are_exact_in_bf16(connect, tmp_path):
     """Updates of rms 1e-5, which merging into bf16 would lose, arrive; versions older than S + 1 are unloaded."""
     cfg, policy, sender = connect("bf16", *LORA, "trainer.dtype=bf16", "orchestrator.max_staleness=0")
     for version in range(4):
-        metrics = trainer.publish(sender, policy, version, cfg)
+        metrics = trainer.sync_weights(sender, policy, version, cfg)
         assert metrics["sync/dlogp_mean"] < 1e-2, metrics
         shake(policy, std=0.1, seed=version)
     served = {m["id"] for m in sender.http.get(f"{sender.urls[0]}/v1/models").json()["data"]}
@@ -106,114 +109,118 @@ def test_adapters_are_exact_in_bf16(connect, tmp_path):
 def test_a_stale_adapter_is_caught(connect, monkeypatch):
     """The server goes on with the adapter of the version before."""
     cfg, policy, sender = connect("bf16", *LORA, "trainer.dtype=bf16", "trainer.max_sync_dlogp=0.05")
-    trainer.publish(sender, policy, 0, cfg)
+    trainer.sync_weights(sender, policy, 0, cfg)
     shake(policy, std=0.1)
     say = sender.say
     monkeypatch.setattr(sender, "say", lambda version, rows: say(0, rows))
     with pytest.raises(RunError, match="canary after sync of version 1"):
-        trainer.publish(sender, policy, 1, cfg)
+        trainer.sync_weights(sender, policy, 1, cfg)
 
 
 def test_lora_in_16_bits_needs_adapters_on_the_server(connect):
     cfg, policy, sender = connect("fp32", *LORA, "trainer.dtype=bf16")
     with pytest.raises(RunError, match="/v1/load_lora_adapter answered .*LoRA is not enabled"):
-        trainer.publish(sender, policy, 0, cfg)
+        trainer.sync_weights(sender, policy, 0, cfg)
 
 
 def test_a_server_of_another_precision_is_caught(connect):
     cfg, policy, sender = connect("bf16")
     with pytest.raises(RunError, match="canary after sync of version 0"):
-        trainer.publish(sender, policy, 0, cfg)
+        trainer.sync_weights(sender, policy, 0, cfg)
 
 
-def swapped(tensors):
-    a, b = (f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up"))
-    return tensors | {a: tensors[b], b: tensors[a]}
+def swapped(group):
+    names = [f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up")]
+    return {names[0]: group[names[1]], names[1]: group[names[0]]} if names[0] in group else {}
 
 
-def scaled(tensors):
-    return tensors | {(name := "model.layers.1.mlp.down_proj.weight"): tensors[name] * 1.01}
+def scaled(group):
+    name = "model.layers.1.mlp.down_proj.weight"
+    return {name: group[name] * 1.01} if name in group else {}
 
 
-def dropped(tensors):
-    return {k: v for k, v in tensors.items() if k != "model.layers.0.self_attn.k_proj.weight"}
+@contextlib.contextmanager
+def groups_as(change):
+    """Within it a sync gathers, of each group of tensors, what `change` makes of it."""
+    honest = trainer.stream_weights
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "stream_weights", lambda *given: map(change, honest(*given)))
+        yield
 
 
-@pytest.mark.parametrize("mutate", [swapped, scaled, dropped])
-def test_wrong_tensors_are_caught(mutate, connect, monkeypatch):
-    """Gathered wrong: what arrives is what was sent, and yet not the policy."""
-    cfg, policy, sender = connect("fp32")
-    trainer.publish(sender, policy, 0, cfg)
+@contextlib.contextmanager
+def caught_by_the_canary(sender, policy, cfg):
+    """Version 0 is live; what happens to version 1 within it is caught, with exit code DIED."""
+    trainer.sync_weights(sender, policy, 0, cfg)
     shake(policy)
-    honest = trainer.sampler_weights
-    monkeypatch.setattr(trainer, "sampler_weights", lambda *x: mutate(dict(honest(*x))).items())
     with pytest.raises(RunError, match="canary after sync of version 1") as e:
-        trainer.publish(sender, policy, 1, cfg)
+        yield
     assert e.value.code == 3
+
+
+@contextlib.contextmanager
+def workers_told(sender, **more):
+    """Within it the workers' specification says more, for receivers.StaleHead."""
+    with pytest.MonkeyPatch.context() as patch:
+        honest = sender.workers_do
+        patch.setattr(sender, "workers_do", lambda method, specs: honest(method, [spec | more for spec in specs]))
+        yield
+
+
+@pytest.mark.parametrize("what", ["swapped", "scaled", "dropped", "stale"])
+def test_wrong_tensors_are_caught(what, connect):
+    """What arrives is what was sent, and yet not the policy. stale: version 1 never leaves."""
+    cfg, policy, sender = connect("fp32")
+    old = {}
+    for group in trainer.stream_weights(policy.model, torch.float32, False):
+        old |= {name: w.clone() for name, w in group.items()}
+    changes = {
+        "swapped": lambda group: group | swapped(group),
+        "scaled": lambda group: group | scaled(group),
+        "dropped": lambda group: {name: w for name, w in group.items() if "0.self_attn.k_proj" not in name},
+        "stale": lambda group: {name: old[name] for name in group},
+    }
+    with caught_by_the_canary(sender, policy, cfg), groups_as(changes[what]):
+        trainer.sync_weights(sender, policy, 1, cfg)
 
 
 @pytest.mark.parametrize("mutate", [swapped, scaled])
 def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch):
     cfg, policy, sender = connect("fp32")
-    trainer.publish(sender, policy, 0, cfg)
-    shake(policy)
-    honest = trainer.stream
-
-    def corrupted(group, device, spec, tensors):
-        for name, w in [(name, w.clone()) for name, w in mutate(tensors).items()]:
-            tensors[name].copy_(w)
-        return honest(group, device, spec, tensors)
-
-    monkeypatch.setattr(trainer, "stream", corrupted)
-    with pytest.raises(RunError, match="canary after sync of version 1"):
-        trainer.publish(sender, policy, 1, cfg)
+    honest = trainer.send_group
+    with caught_by_the_canary(sender, policy, cfg):
+        monkeypatch.setattr(trainer, "send_group", lambda group, w, *x: honest(group, w | mutate(w), *x))
+        trainer.sync_weights(sender, policy, 1, cfg)
 
 
 def test_a_worker_that_cannot_load_says_why(connect):
-    """Its server stays paused: it never samples from a mixture."""
+    """Its server stays paused: it never sequences from a mixture."""
     cfg, policy, sender = connect("fp32")
-    trainer.publish(sender, policy, 0, cfg)
-    rpc = sender.rpc
-    sender.rpc = lambda method, specs: rpc(method, [spec | {"fail": True} for spec in specs])
+    trainer.sync_weights(sender, policy, 0, cfg)
     with pytest.raises(RunError, match="collective_rpc answered 500.*weight cannot be loaded"):
-        trainer.publish(sender, policy, 1, cfg)
+        with workers_told(sender, fail=True):
+            trainer.sync_weights(sender, policy, 1, cfg)
     assert sender.http.get(f"{sender.urls[0]}/is_paused").json() == {"is_paused": True}
     sender.post_all("/resume")
 
 
-def test_a_skipped_sync_is_caught(connect, monkeypatch):
-    """The weights of version 1 never leave: the canary of version 2's declaration finds version 0's weights."""
-    cfg, policy, sender = connect("fp32")
-    trainer.publish(sender, policy, 0, cfg)
-    stale = {k: v.clone() for k, v in trainer.sampler_weights(policy.model, torch.float32, False, "cpu")}
-    shake(policy)
-    monkeypatch.setattr(trainer, "sampler_weights", lambda *_: stale.items())
-    with pytest.raises(RunError, match="canary after sync of version 1"):
-        trainer.publish(sender, policy, 1, cfg)
-
-
 def test_a_stale_tied_head_is_caught(connect):
-    """vLLM 0.32's packed copy of a tied head survives reload_weights; where it is not remade the canary tells."""
+    """vLLM 0.32's packed copy of a tied head survives reload_weights; if it is not remade, the canary reports it."""
     cfg, policy, sender = connect("fp32")
-    trainer.publish(sender, policy, 0, cfg)
-    shake(policy)
-    rpc = sender.rpc
-    sender.rpc = lambda method, specs: rpc(method, [spec | {"stale_head": True} for spec in specs])
-    with pytest.raises(RunError, match="canary after sync of version 1"):
-        trainer.publish(sender, policy, 1, cfg)
-    sender.rpc = rpc
-    assert trainer.publish(sender, policy, 2, cfg)["sync/dlogp_max"] < 1e-4
+    with caught_by_the_canary(sender, policy, cfg), workers_told(sender, stale_head=True):
+        trainer.sync_weights(sender, policy, 1, cfg)
+    assert trainer.sync_weights(sender, policy, 2, cfg)["sync/dlogp_max"] < 1e-4
 
 
 def test_requests_in_flight_survive_a_sync(connect, servers):
     """pause(keep): a long answer under way goes on after the broadcast, on the new weights."""
     cfg, policy, sender = connect("fp32", "max_seq_len=256")
-    trainer.publish(sender, policy, 0, cfg)
+    trainer.sync_weights(sender, policy, 0, cfg)
     body = {"model": "real", "prompt": [[5, 6, 7]], "max_tokens": 240, "ignore_eos": True, "return_token_ids": True}
     asked = sender.pool.submit(sender.post, servers["fp32"].url, "/v1/completions", body)
     time.sleep(0.15)
     shake(policy)
-    trainer.publish(sender, policy, 1, cfg)
+    trainer.sync_weights(sender, policy, 1, cfg)
     choice = asked.result()["choices"][0]
     assert len(choice["token_ids"]) == 240 and choice["finish_reason"] == "length"
 
@@ -236,37 +243,40 @@ def groups_of(cfg, env, rows, n, **override):
         client.version = 0
         ask = functools.partial(orchestrator.sample, client, 0, **override)
         try:
-            slots = asyncio.Semaphore(1)
-            return [await orchestrator.run_group(env, row, n, ask, 0, cfg, slots) for row in rows]
+            places = asyncio.Semaphore(1)
+            return [await orchestrator.run_group(env, row, n, ask, 0, cfg, places) for row in rows]
         finally:
             await client.session.close()
 
     return asyncio.run(go())
 
 
-def micro_of(path, samples):
-    """All samples in one rectangle, by way of a batch file."""
-    orchestrator.save_batch(path / "step.safetensors", samples, {"offline": True})
-    return trainer.collate(trainer.load_batch(path / "step.safetensors"), list(range(len(samples))), CPU)
+def micro_of(path, sequences):
+    """All sequences in one micro-batch, by way of a batch file."""
+    orchestrator.save_batch(path / "step.safetensors", sequences, {"offline": True})
+    return trainer.collate(trainer.load_batch(path / "step.safetensors").sequences, CPU)
 
 
-def assert_same_logp(policy, samples, path):
+def assert_same_logp(policy, sequences, path):
     """The policy gives the loss tokens the log-probabilities that the server gave them."""
     with torch.no_grad():
-        ours = policy.eval()(micro_of(path, samples))[0].tolist()
-    theirs = [x for s in samples for x, m in zip(s["old_logp"], s["mask"]) if m]
+        ours = policy.eval()(micro_of(path, sequences))[0].tolist()
+    theirs = [x for s in sequences for x, m in zip(s["old_logp"], s["mask"]) if m]
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
 
 
-def plain(r):
-    """Whether the sampled ids are what their text tokenizes to: a random model also says special tokens, which are not
-    in the text that the next prompt repeats."""
-    ids = [t for s in r.samples for t, m in zip(s["tokens"], s["mask"]) if m]
-    return all(t == 0 or t >= 7 for t in ids)
+def sampled_of(sequences):
+    return [int(t) for s in sequences for t, m in zip(s["tokens"], s["mask"]) if m]
+
+
+def is_plain(r):
+    """Whether the sampled ids are what their text is tokenized to: a random model also says special tokens, which are
+    not in the text that the next prompt repeats."""
+    return all(t == 0 or t >= 7 for t in sampled_of(r.sequences))
 
 
 def forks(rollout):
-    return len(rollout.samples) - 1
+    return len(rollout.sequences) - 1
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -278,7 +288,7 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
     (tmp_path / "drops.jinja").write_text(DROPS)
     how = "orchestrator.sampling"
     cfg, policy, sender = connect("fp32", f"{how}.max_tokens=12", f"{how}.temperature={temperature}")
-    trainer.publish(sender, policy, 0, cfg)
+    trainer.sync_weights(sender, policy, 0, cfg)
     sampled, post = [], Client.post
 
     async def spy(self, server, path, body):
@@ -295,30 +305,30 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
     assert any(forks(r) == 3 for r in rollouts) or template != "drops"
     turns = 1 if template == "text" else 4
     for r in rollouts:
-        assert forks(r) == 0 if template != "drops" and plain(r) else forks(r) <= 3
-        ids = [t for s in r.samples for t, m in zip(s["tokens"], s["mask"]) if m]
+        assert forks(r) == 0 if template != "drops" and is_plain(r) else forks(r) <= 3
+        ids = sampled_of(r.sequences)
         assert any(ids[: len(x)] == list(x) for x in sampled) and len(ids) >= turns
-    assert sum(sum(s["mask"]) for r in rollouts for s in r.samples) == sum(map(len, sampled))
-    assert_same_logp(policy, [s | {"temperature": temperature} for r in rollouts for s in r.samples], tmp_path)
+    assert sum(sum(s["mask"]) for r in rollouts for s in r.sequences) == sum(map(len, sampled))
+    assert_same_logp(policy, [s | {"temperature": temperature} for r in rollouts for s in r.sequences], tmp_path)
 
 
 def test_canonical_text_never_forks_and_a_forced_tokenization_forks_once(connect, monkeypatch):
     cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=3")
-    trainer.publish(sender, policy, 0, cfg)
-    post, count = Client.post, iter(range(99))
+    trainer.sync_weights(sender, policy, 0, cfg)
+    post = Client.post
 
     async def odd(self, server, path, body):
         reply = await post(self, server, path, body)
-        if next(count) == 0:  # the first reply's ids spell its text in another way: one more token, of no text
+        if len(body["messages"]) == 1:  # a first reply's ids spell its text in another way: one more token, of no text
             for c in reply["choices"]:
                 c["token_ids"].insert(0, 7)
                 c["logprobs"]["content"].insert(0, {"logprob": -1.0})
         return reply
 
-    usual = [r for r in rollouts_of(cfg, {"num_turns": 4}, n=16) if plain(r)]
+    usual = [r for r in rollouts_of(cfg, {"num_turns": 4}, n=16) if is_plain(r)]
     assert len(usual) > 2 and {(forks(r), r.state["turn"]) for r in usual} == {(0, 4)}
     monkeypatch.setattr(Client, "post", odd)
-    forced = [r for r in rollouts_of(cfg, {"num_turns": 4}, n=16) if plain(r)]
+    forced = [r for r in rollouts_of(cfg, {"num_turns": 4}, n=16) if is_plain(r)]
     assert len(forced) > 2 and {(forks(r), r.state["turn"]) for r in forced} == {(1, 4)}
 
 
@@ -343,7 +353,7 @@ def learn_by_heart(policy, micro):
 
 def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_path):
     """A model that knows three conversations by heart. vLLM's hermes parser reads its calls; in canonical text a
-    rollout is one sample, a call that is spelled out in other tokens forks exactly once; it judges, too."""
+    rollout is one sequence; a call that is spelled out in other tokens forks exactly once. The model judges as well."""
     from transformers import AutoTokenizer
 
     from configs.environments.judge import Judge
@@ -352,26 +362,26 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_p
     from env import Rubric
 
     cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=90")
-    tokenizer, samples = AutoTokenizer.from_pretrained(cfg.run.model), []
+    tokenizer, sequences = AutoTokenizer.from_pretrained(cfg.run.model), []
     function = {"name": "double", "arguments": '{"a": 4}'}
     requests = [{"type": "function", "id": "1", "function": function}]
     said = [{"role": "assistant", "content": "", "tool_calls": requests}]
     said += [{"role": "tool", "tool_call_id": "1", "content": "8"}, {"role": "assistant", "content": "it is 8"}]
     for question in ("canon", "spell"):
         (s,) = tokenize_conversation(tokenizer, [{"role": "user", "content": question}, *said])
-        samples.append(s)
+        sequences.append(s)
     first = s["turn"].index(1)  # of the second: its first turn in characters instead of the vocabulary's longer tokens
-    call = [t for t, m in zip(s["tokens"][:first], s["mask"]) if m]
+    call = sampled_of([{"tokens": s["tokens"][:first], "mask": s["mask"]}])
     letters = [t for c in tokenizer.decode(call[:-1]) for t in tokenizer.encode(c)] + call[-1:]
     prompt = [t for t, m in zip(s["tokens"][:first], s["mask"]) if not m]
     assert len(letters) > 50 and len(call) == 4
-    samples.append({"tokens": prompt + letters, "mask": [0] * len(prompt) + [1] * len(letters)})
-    samples[-1] |= {"old_logp": [0.0] * len(prompt + letters), "turn": [0] * len(prompt + letters)}
+    sequences.append({"tokens": prompt + letters, "mask": [0] * len(prompt) + [1] * len(letters)})
+    sequences[-1] |= {"old_logp": [0.0] * len(prompt + letters), "turn": [0] * len(prompt + letters)}
     s["mask"][:first] = [0] * first
     judged = [{"role": "user", "content": "judge it is 8"}, {"role": "assistant", "content": "<score>7</score>"}]
-    samples += tokenize_conversation(tokenizer, judged)
-    learn_by_heart(policy, micro_of(tmp_path, samples))
-    trainer.publish(sender, policy, 0, cfg)
+    sequences += tokenize_conversation(tokenizer, judged)
+    learn_by_heart(policy, micro_of(tmp_path, sequences))
+    trainer.sync_weights(sender, policy, 0, cfg)
 
     monkeypatch.setenv("ROLEMODEL_POLICY_URL", f"{servers['fp32'].url}/v1")
     judge = Judge(template="judge {completion}", sampling={"max_tokens": 20})
@@ -380,15 +390,15 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_p
         return await judge.judge("", completion[-1]["content"], "")
 
     env = ToolEnv([{"question": q} for q in ("canon", "spell")], [double], max_turns=4, rubric=Rubric([judged_last]))
-    for num_samples, rollouts in zip([1, 2], groups_of(cfg, env, env.dataset, 6, temperature=0.2)):
+    for num, rollouts in zip([1, 2], groups_of(cfg, env, env.dataset, 6, temperature=0.2)):
         for r in rollouts:
-            assert not r.error and (len(r.samples), r.num_turns) == (num_samples, 2)
+            assert not r.error and (len(r.sequences), r.num_turns) == (num, 2)
             request, result, answer = r.state["completion"]
             assert request["tool_calls"][0]["function"]["name"] == "double" and request["content"] == ""
             assert result["content"] == "8" and answer["content"] == "it is 8" and r.reward == 0.7
-    spelled = rollouts[0].samples[0]
-    assert [t for t, m in zip(spelled["tokens"], spelled["mask"]) if m] == letters  # what was sampled is trained on
-    assert_same_logp(policy, [s | {"temperature": 0.2} for r in rollouts for s in r.samples], tmp_path)
+    spelled = rollouts[0].sequences[0]
+    assert sampled_of([spelled]) == letters  # what was sampled is trained on
+    assert_same_logp(policy, [s | {"temperature": 0.2} for r in rollouts for s in r.sequences], tmp_path)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 A line per case as it goes. bf16, one row per micro-batch, all but the first token trained on, as in prime-rl's
 benchmark, whose published tokens/s for one H100, recomputing activations, stand beside ours."""
 
+import functools
 import gc
 import itertools
 import os
@@ -18,6 +19,14 @@ import time
 from pathlib import Path
 
 from common import config, make_batch, row, tell
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+import torch
+import transformers
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import trainer
 
 SHAPES = {  # layers, hidden, inner, heads, key-value heads, vocabulary, window (Gemma 3's, with every 6th layer whole)
     "0.6B": (28, 1024, 3072, 16, 8, 151936, None),
@@ -36,39 +45,33 @@ KERNELS = {  # what a kernel or operator is, by its name; the first that fits
 }  # fmt: skip
 
 
-def shapes(full):
-    """-> [(name, function)] of the short list, or of all."""
-    steps = [("0.6B", False, True, 16384), ("0.6B", True, True, 16384), ("4B", True, True, 16384)]
-    steps += [("0.6B", False, True, 65536)]
-    if full:
-        steps += [
-            (*how, tokens) for how in itertools.product(["0.6B", "4B"], [False, True], [False]) for tokens in (16384,)
-        ]
-        steps += [("0.6B", True, True, 65536), ("4B", False, True, 16384), ("4B", True, True, 65536)]
-    cases = [(step, compiled) for step in steps for compiled in ((False, True) if full or step[3] < 20000 else (True,))]
-    cases += [(("window", False, True, 16384), True)]
-    named = [(name_of(*step, compiled), lambda s=step, c=compiled: step_rows(*s, c)) for step, compiled in cases]
-    named += [
-        (f"attention {kind}", lambda k=kind: attention_rows(k, 16384)) for kind in ("cudnn", "flash", "efficient")
-    ]
-    named += [(f"head {shape}", lambda s=shape: head_rows(s, 16384)) for shape in ("0.6B", "4B")]
-    return [*named, ("parts of a step, 0.6B", lambda: parts_rows("0.6B", 16384))]
-
-
-def toys():
-    cases = [(("toy", lora, recompute, 256), False) for lora in (False, True) for recompute in (True, False)]
-    cases += [(("toy window", False, True, 256), False)]
-    named = [(name_of(*step, compiled), lambda s=step, c=compiled: step_rows(*s, c)) for step, compiled in cases]
-    named += [(f"attention {kind}", lambda k=kind: attention_rows(k, 256)) for kind in ("flash", "math")]
-    return [
-        *named,
-        ("head toy", lambda: head_rows("toy", 256)),
-        ("parts of a step, toy", lambda: parts_rows("toy", 256)),
-    ]
+def cases_of(which):
+    """[(name, function)] of "toy", of the "short" list or of "all"."""
+    toy = which == "toy"
+    shape, tokens = ("toy", 256) if toy else ("0.6B", 16384)
+    steps = [("0.6B", False, True, 65536, True), ("window", False, True, 16384, True)]
+    for how in (("0.6B", False, True), ("0.6B", True, True), ("4B", True, True)):
+        steps += [(*how, 16384, False), (*how, 16384, True)]
+    if toy:
+        steps = [("toy", lora, recompute, 256, False) for lora in (False, True) for recompute in (True, False)]
+        steps += [("toy window", False, True, 256, False)]
+    if which == "all":
+        for compiled in (False, True):
+            steps += [(*how, False, 16384, compiled) for how in itertools.product(["0.6B", "4B"], [False, True])]
+            steps += [("0.6B", False, True, 65536, compiled), ("0.6B", True, True, 65536, compiled)]
+            steps += [("4B", False, True, 16384, compiled), ("4B", True, True, 65536, compiled)]
+    cases = {name_of(*step): functools.partial(step_rows, *step) for step in steps}
+    for kind in ("flash", "math") if toy else ("cudnn", "flash", "efficient"):
+        cases[f"attention {kind}"] = functools.partial(attention_rows, kind, tokens)
+    for head in ("toy",) if toy else ("0.6B", "4B"):
+        cases[f"head {head}"] = functools.partial(head_rows, head, tokens)
+    cases[f"parts of a step, {shape}"] = functools.partial(parts_rows, shape, tokens)
+    return cases
 
 
 def name_of(shape, lora, recompute, tokens, compiled):
-    how = ["LoRA" if lora else "full", "recompute" if recompute else "no recompute", *["compiled"] * compiled]
+    how = ["LoRA" if lora else "full", "recompute" if recompute else "no recompute"]
+    how += ["compiled"] if compiled else []
     return f"{shape} {', '.join(how)}, {tokens:,} tokens"
 
 
@@ -76,20 +79,16 @@ def name_of(shape, lora, recompute, tokens, compiled):
 
 
 def here():
-    import torch
-
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def wait():
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def timed(function, times):
-    """-> s of the first call, s of the median of the others."""
+    """Returns the seconds of the first call, and the median of the others."""
     found = []
     for _ in range(times + 1):
         wait()
@@ -102,15 +101,11 @@ def timed(function, times):
 
 def peak_flops():
     """Of this GPU in bf16; None where it is not known."""
-    import torch
-
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def reset():
-    import torch
-
     gc.collect()
     torch.cuda.empty_cache()
     if torch.cuda.is_available():
@@ -119,11 +114,6 @@ def reset():
 
 def make_policy(cfg, shape, device):
     """build_policy with random weights made on the device, instead of a directory of 8 GB."""
-    import torch
-    import transformers
-
-    import trainer
-
     layers, hidden, inner, heads, kv, vocab, window = SHAPES[shape]
     kind = transformers.Gemma3TextConfig if window else transformers.Qwen3Config
     c = kind(
@@ -145,11 +135,7 @@ def make_policy(cfg, shape, device):
 
 
 def prepare(place, shape, lora, recompute, tokens, *more):
-    """-> cfg, policy, optimizer, batch of one row."""
-    import torch
-
-    import trainer
-
+    """Returns cfg, policy, optimizer and a batch of one row."""
     cfg = config(
         Path(place), "random", "trainer.dtype=bf16", f"trainer.use_lora={str(lora).lower()}",
         f"trainer.gradient_checkpointing={str(recompute).lower()}", f"max_seq_len={tokens}",
@@ -158,26 +144,22 @@ def prepare(place, shape, lora, recompute, tokens, *more):
     batch = make_batch(Path(place), [(1, tokens - 1)], SHAPES[shape][5])
     trainer.start_distributed(cfg)
     policy = make_policy(cfg, shape, here())
-    return cfg, policy, torch.optim.AdamW(trainer.trained(policy).values(), 1e-5, weight_decay=0.0, fused=True), batch
+    return cfg, policy, torch.optim.AdamW(policy.trained().values(), 1e-5, weight_decay=0.0, fused=True), batch
 
 
-def utilization(policy, lens, lora, seconds):
-    """-> share of the GPU's peak, None where that is not known. Model FLOPs: 6 per parameter and token (4 where most
-    are frozen), and causal attention; no recomputation. A window is counted as if it were none."""
+def utilization(policy, tokens, lora, seconds):
+    """Returns the share of the GPU's peak, or None if that is not known. Model FLOPs: 6 per parameter and token (4 if
+    most are frozen), and causal attention; no recomputation. A window is counted as if there were none."""
     c, num = policy.model.config.get_text_config(), sum(p.numel() for p in policy.parameters())
     if not c.tie_word_embeddings:
         num -= c.vocab_size * c.hidden_size  # a look-up is no arithmetic
     width = c.num_attention_heads * c.head_dim
-    flops = (4 if lora else 6) * num * sum(lens) + 6 * c.num_hidden_layers * width * sum(n * n for n in lens)
+    flops = (4 if lora else 6) * num * tokens + 6 * c.num_hidden_layers * width * tokens**2
     return flops / seconds / peak_flops() if peak_flops() else None
 
 
 def measure(shape, lora, recompute, tokens, steps=4, *more):
-    """-> s of the median training step on one sequence of `tokens`; metrics of the last step, with perf/mfu."""
-    import torch
-
-    import trainer
-
+    """Returns the seconds of the median training step on one sequence, and the last step's metrics with perf/mfu."""
     reset()
     found = []
     with tempfile.TemporaryDirectory() as place:
@@ -189,7 +171,7 @@ def measure(shape, lora, recompute, tokens, steps=4, *more):
             wait()
             found.append(metrics | {"seconds": time.perf_counter() - began})
     last = found[-1] | {"first_s": found[0]["seconds"]}
-    last["perf/mfu"] = utilization(policy, batch.lens.tolist(), lora, last["time/train_s"])
+    last["perf/mfu"] = utilization(policy, tokens, lora, last["time/train_s"])
     torch.distributed.destroy_process_group()
     return statistics.median_low(m["seconds"] for m in found[1:]), last
 
@@ -212,9 +194,6 @@ def step_rows(shape, lora, recompute, tokens, compiled):
 
 def attention_rows(kind, tokens):
     """SDPA alone, Qwen3-0.6B's heads, one row: forward and backward, and what the first use of a shape costs."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     names = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
     dtype, rows = torch.bfloat16 if here().type == "cuda" else torch.float32, []
 
@@ -241,10 +220,6 @@ def attention_rows(kind, tokens):
 
 def head_rows(shape, tokens):
     """Policy.head alone, as a full fine-tuning has it, in chunks of several sizes."""
-    import torch
-
-    import trainer
-
     rows = []
     for chunk in (trainer.Policy.CHUNK, 4 * trainer.Policy.CHUNK):
         for compiled in (False, True) if here().type == "cuda" else (False,):
@@ -277,11 +252,6 @@ def head_rows(shape, tokens):
 
 def parts_rows(shape, tokens):
     """Where a step's time on the device goes, by the kernels' names."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    import trainer
-
     reset()
     with tempfile.TemporaryDirectory() as place:
         cfg, policy, optimizer, batch = prepare(place, shape, False, True, tokens)
@@ -301,16 +271,16 @@ def parts_rows(shape, tokens):
 
 
 def main(args):
-    import torch
-
-    toy, words = "--toy" in args, [x for x in args if not x.startswith("-")]
-    if not toy and not torch.cuda.is_available():
+    words = [x for x in args if not x.startswith("-")]
+    which = "all" if "--all" in args or words else "short"
+    if "--toy" in args:
+        which = "toy"
+    elif not torch.cuda.is_available():
         return tell([])
-    print(
-        torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", f"torch {torch.__version__}", flush=True
-    )
-    cases, rows = toys() if toy else shapes("--all" in args or words), []
-    for name, case in cases:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    print(gpu, f"torch {torch.__version__}", flush=True)
+    rows = []
+    for name, case in cases_of(which).items():
         if all(word in name for word in words):
             began = time.perf_counter()
             try:
@@ -326,5 +296,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     main(sys.argv[1:])

@@ -15,7 +15,7 @@ from common import config, make_batch, make_model, reset_peak, resident, rollout
 
 
 def steps(place, lens, num_steps, *overrides):
-    """-> s per training step, MiB at most beyond what was there before them."""
+    """Returns seconds per training step, and the MiB that they take at most beyond what was there before."""
     import torch
 
     import trainer

@@ -17,7 +17,7 @@ from common import PATHS, ROOT, SHAPES, config, make_batch, make_model, reset_pe
 
 
 def train(model, num, steps, dtype="fp32"):
-    """-> seconds of trainer.train_step, seconds of the bare loop; one of each per step, the first left out."""
+    """Returns the seconds of trainer.train_step and of the bare loop, one of each per step without the first."""
     import torch
 
     import trainer
@@ -28,16 +28,18 @@ def train(model, num, steps, dtype="fp32"):
     policy = trainer.build_policy(cfg)
     optimizer = torch.optim.AdamW(policy.parameters(), 1e-4, weight_decay=0.0, fused=True)
     batch = make_batch(place, rollouts(num), policy.model.config.vocab_size)
-    with_adv, num_tokens = trainer.add_advantages(batch, cfg.trainer), int(batch.columns["mask"].sum())
+    trainer.add_advantages(batch.sequences, cfg.trainer)
+    lens = [len(s["tokens"]) for s in batch.sequences]
+    num_tokens = sum(int(s["mask"].sum()) for s in batch.sequences)
     rival = trainer.build_policy(cfg).model if bare else None
     plain = torch.optim.AdamW(rival.parameters(), 1e-4, weight_decay=0.0, fused=True) if bare else None
 
     def by_hand():
-        for indices in trainer.cut(batch.lens.tolist(), 2048, 1, *trainer.SHAPES["cpu"]):
-            m = trainer.collate(with_adv, indices, torch.device("cpu"))
+        for part in trainer.partition_by_length(lens, 2048, 1, *trainer.SHAPES["cpu"]):
+            m = trainer.collate([batch.sequences[i] for i in part], torch.device("cpu"))
             hidden_BWD = rival.model(input_ids=m["ids_BW"], use_cache=False).last_hidden_state
             log_p_NV = rival.lm_head(hidden_BWD.flatten(0, 1)[m["index_N"]]).log_softmax(-1)
-            r_N = (log_p_NV.gather(-1, m["target_N"][:, None])[:, 0] - m["old_logp_N"]).exp()
+            r_N = (log_p_NV.gather(-1, m["tokens_N"].long()[:, None])[:, 0] - m["old_logp_N"]).exp()
             loss_N = -torch.minimum(r_N * m["adv_N"], r_N.clamp(0.8, 1.28) * m["adv_N"])
             (loss_N.sum() / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(rival.parameters(), 1.0)
@@ -56,7 +58,7 @@ def train(model, num, steps, dtype="fp32"):
 
 
 def head(tokens, vocab=151936, chunk=0):
-    """-> MiB that forward and backward of a policy with a large vocabulary need beyond weights and gradients."""
+    """Returns the MiB that forward and backward with a large vocabulary need beyond weights and gradients."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -71,7 +73,7 @@ def head(tokens, vocab=151936, chunk=0):
     for batch in (small, large):  # the first makes gradients and buffers
         reset_peak()
         before = resident()
-        logp_N, _ = policy(collate(batch, list(range(len(batch.samples))), torch.device("cpu")))
+        logp_N, _ = policy(collate(batch.sequences, torch.device("cpu")))
         logp_N.sum().backward()
     return resident(peak=True) - before
 
