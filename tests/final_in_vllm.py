@@ -1,4 +1,4 @@
-"""python final_in_vllm.py DIR -> the largest |dlogp| between vLLM and Transformers, both of which load DIR, in fp32."""
+"""python final_in_vllm.py DIR: prints the largest |dlogp| of vLLM and Transformers, which both load DIR in fp32."""
 
 import os
 import sys

@@ -4,7 +4,7 @@ from configs.serving.cpu_receiver import WeightReceiver
 
 
 class StaleHead(WeightReceiver):
-    """Where the specification says so, leaves vLLM's packed copy of a tied head as reload_weights left it, or fails."""
+    """If the specification says so, it fails, or leaves vLLM's packed copy of a tied head as reload_weights left it."""
 
     def receive_weights(self, spec):
         if spec.get("fail"):
