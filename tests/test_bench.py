@@ -30,9 +30,8 @@ def bench(part, *args):
 @pytest.mark.long
 def test_the_gpu_rows_run_at_toy_size():
     rows = bench("gpu", "--toy")
-    assert [r["unit"] for r in rows] == ["tokens/s", "GiB", "s"] * 5 + ["ms"] * 4 + ["tokens/s"] * 2 + ["%"] * 5
+    assert [r["unit"] for r in rows] == ["tokens/s", "GiB", "s"] * 5 + ["tokens/s"] * 2
     assert all(r["value"] > 0 for r in rows if r["unit"] == "tokens/s")  # memory is CUDA's, 0 here
-    assert sum(r["value"] for r in rows[-5:]) == pytest.approx(100)
     assert [r["measure"] for r in bench("gpu", "--toy", "head")] == [
         r["measure"] for r in rows if "head" in r["measure"]
     ]

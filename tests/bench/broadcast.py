@@ -22,43 +22,28 @@ os.environ |= {"THP_MEM_ALLOC_ENABLE": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRI
 import conftest  # starts and stops servers
 import torch
 import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import trainer
 
 
-def shapes(layers, hidden, inner, heads, kv, vocab):
-    """Names and shapes of a Qwen3 with tied embeddings."""
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for i in range(layers):
-        for name, shape in {
-            "self_attn.q_proj": (heads * 128, hidden), "self_attn.k_proj": (kv * 128, hidden),
-            "self_attn.v_proj": (kv * 128, hidden), "self_attn.o_proj": (hidden, heads * 128),
-            "self_attn.q_norm": (128,), "self_attn.k_norm": (128,), "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }.items():  # fmt: skip
-            yield f"model.layers.{i}.{name}.weight", shape
-    yield "model.norm.weight", (hidden,)
-
-
-ADAPTERS = ("LoRA",)
-
-
-def adapters(rank=16):
-    """A and B of every linear layer of the 4B shape, under names of that kind."""
-    for name, shape in shapes(36, 2560, 9728, 32, 8, 1):
-        if "proj" in name:
-            yield f"{name}.lora_A", (rank, shape[1])
-            yield f"{name}.lora_B", (shape[0], rank)
-
-
-def make_groups(*shape):
-    """bf16 tensors in groups of a layer, as trainer.stream_weights yields them; 8 GB for a 4B model."""
+def make_groups(size, lora=False):
+    """bf16 tensors of a Qwen3 in groups of a layer, as trainer.stream_weights yields them; 8 GB for a 4B model."""
+    layers, hidden, inner, heads, kv, vocab = size
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(
+            num_hidden_layers=layers, hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
+            num_key_value_heads=kv, head_dim=128, vocab_size=vocab, tie_word_embeddings=True,
+        ))  # fmt: skip
     groups = {}
-    for name, size in adapters() if shape == ADAPTERS else shapes(*shape):
-        tensor = torch.ones(size, dtype=torch.bfloat16)
-        groups.setdefault(name.split("layers.")[-1].partition(".")[0], {})[name] = tensor
-    return list(groups.values())
+    for name, w in model.named_parameters():
+        group = groups.setdefault(name.split("layers.")[-1].partition(".")[0], {})
+        if not lora:
+            group[name] = torch.ones(w.shape, dtype=torch.bfloat16)
+        elif "proj" in name:
+            group[f"{name}.lora_A"] = torch.ones(16, w.shape[1], dtype=torch.bfloat16)
+            group[f"{name}.lora_B"] = torch.ones(w.shape[0], 16, dtype=torch.bfloat16)
+    return [group for group in groups.values() if group]
 
 
 def copy(rank, port, size):
@@ -100,7 +85,10 @@ def main(quick):
     torch.set_num_threads(1)
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     rows = []
-    large = (8, 1024, 3072, 16, 8, 32000) if quick else (36, 2560, 9728, 32, 8, 151936)
+    small, whole = (4, 128, 384, 1, 1, 102), (36, 2560, 9728, 32, 8, 151936)
+    large = (8, 1024, 3072, 16, 8, 32000) if quick else whole
+    cases = [("0.001B parameters", small, False), ("a LoRA adapter of rank 16 for 4B", whole, True)]
+    cases.append(("0.2B parameters" if quick else "4B parameters", large, False))
     with tempfile.TemporaryDirectory() as place:
         place = Path(place)
         model = make_model(place / "model", "0.8M")
@@ -115,11 +103,11 @@ def main(quick):
             (place / "bench").mkdir()
             sender = trainer.WeightSender(cfg, place / "bench", torch.device("cpu"))
             sender.connect()
-            for shape in ((4, 128, 384, 1, 1, 102), ADAPTERS, large):
+            for what, shape, lora in cases:
                 syncs, copies, paused = [], [], []
                 note_pauses(sender, paused)
                 for version in range(7):
-                    groups = make_groups(*shape)  # just written, as in a run
+                    groups = make_groups(shape, lora)  # just written, as in a run
                     size = sum(tensor.nbytes for group in groups for tensor in group.values())
                     copies.append(plain(size))
                     trainer.stream_weights = lambda *_, groups=groups: iter(groups)
@@ -127,9 +115,8 @@ def main(quick):
                     trainer.send_weights(sender, SimpleNamespace(model=None), version, cfg)
                     syncs.append(time.perf_counter() - began)
                 sync, copied = statistics.median(syncs), statistics.median(copies)
-                what = "a LoRA adapter of rank 16 for 4B" if shape == ADAPTERS else f"{size / 2e9:.1g}B parameters"
                 rows.append(row(f"broadcast, {what}", sync, "s"))
-                if shape == large:
+                if (shape, lora) == (large, False):
                     rows.append(row(f"broadcast, {what}: times a plain copy over gloo", sync / copied, "x", "<= 1.5"))
                     rows.append(row(f"broadcast, {what}: rate", size / sync / 1e9, "GB/s"))
                     paused_s = statistics.median(paused)

@@ -23,8 +23,6 @@ from common import config, make_batch, row, tell
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import torch
 import transformers
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 import trainer
 
@@ -38,17 +36,11 @@ SHAPES = {  # layers, hidden, inner, heads, key-value heads, vocabulary, window 
 PUBLISHED = {("0.6B", False, 16384): 11900, ("0.6B", True, 16384): 13300, ("4B", True, 16384): 6200}  # tokens/s
 GOAL = {("0.6B", False, 16384): 25000, ("4B", True, 16384): 9000}  # tokens/s, compiled
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # bf16
-KERNELS = {  # what a kernel or operator is, by its name; the first that fits
-    "attention": ("flash", "fmha", "scaled_dot", "attention"),
-    "products": ("gemm", "cutlass", "nvjet", "cublas", "::mm"),
-    "optimizer": ("adam", "foreach", "multi_tensor"), "copies": ("memcpy", "memset", "copy_"),
-}  # fmt: skip
 
 
 def cases_of(which):
     """[(name, function)] of "toy", of the "short" list or of "all"."""
     toy = which == "toy"
-    shape, tokens = ("toy", 256) if toy else ("0.6B", 16384)
     steps = [("0.6B", False, True, 65536, True), ("window", False, True, 16384, True)]
     for how in (("0.6B", False, True), ("0.6B", True, True), ("4B", True, True)):
         steps += [(*how, 16384, False), (*how, 16384, True)]
@@ -61,11 +53,8 @@ def cases_of(which):
             steps += [("0.6B", False, True, 65536, compiled), ("0.6B", True, True, 65536, compiled)]
             steps += [("4B", False, True, 16384, compiled), ("4B", True, True, 65536, compiled)]
     cases = {name_of(*step): functools.partial(step_rows, *step) for step in steps}
-    for kind in ("flash", "math") if toy else ("cudnn", "flash", "efficient"):
-        cases[f"attention {kind}"] = functools.partial(attention_rows, kind, tokens)
     for head in ("toy",) if toy else ("0.6B", "4B"):
-        cases[f"head {head}"] = functools.partial(head_rows, head, tokens)
-    cases[f"parts of a step, {shape}"] = functools.partial(parts_rows, shape, tokens)
+        cases[f"head {head}"] = functools.partial(head_rows, head, 256 if toy else 16384)
     return cases
 
 
@@ -192,32 +181,6 @@ def step_rows(shape, lora, recompute, tokens, compiled):
     return [*rows, row("peak memory", metrics["perf/peak_gib"], "GiB"), row("first step", metrics["first_s"], "s")]
 
 
-def attention_rows(kind, tokens):
-    """SDPA alone, Qwen3-0.6B's heads, one row: forward and backward, and what the first use of a shape costs."""
-    names = {"cudnn": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
-    dtype, rows = torch.bfloat16 if here().type == "cuda" else torch.float32, []
-
-    def one(places):
-        q = torch.randn(1, 16, places, 128, device=here(), dtype=dtype, requires_grad=True)
-        k, v = (torch.randn(1, 8, places, 128, device=here(), dtype=dtype, requires_grad=True) for _ in range(2))
-
-        def both():
-            with sdpa_kernel(getattr(SDPBackend, names[kind])):
-                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            out.sum().backward()
-
-        return timed(both, 5)
-
-    reset()
-    _, seconds = one(tokens)
-    flops = 7 * 16 * 128 * tokens * tokens  # 2 products forward, 5 backward, 2 per multiply-add, half of it masked
-    rows.append(row("forward and backward", 1000 * seconds, "ms"))
-    if peak_flops():
-        rows.append(row("share of the GPU's peak", 100 * flops / seconds / peak_flops(), "%"))
-    firsts = [first - again for first, again in (one(tokens - 64 * i) for i in (1, 2, 3))]
-    return [*rows, row("more for the first use of a shape", 1000 * max(0.0, statistics.median(firsts)), "ms")]
-
-
 def head_rows(shape, tokens):
     """Policy.head alone, as a full fine-tuning has it, in chunks of several sizes."""
     rows = []
@@ -250,26 +213,6 @@ def head_rows(shape, tokens):
     return rows
 
 
-def parts_rows(shape, tokens):
-    """Where a step's time on the device goes, by the kernels' names."""
-    reset()
-    with tempfile.TemporaryDirectory() as place:
-        cfg, policy, optimizer, batch = prepare(place, shape, False, True, tokens)
-        for step in range(2):
-            trainer.train_step(policy, optimizer, batch, step, cfg)
-        is_cuda = here().type == "cuda"
-        with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as found:
-            trainer.train_step(policy, optimizer, batch, 2, cfg)
-            wait()
-    torch.distributed.destroy_process_group()
-    spent = dict.fromkeys((*KERNELS, "elementwise and the rest"), 0.0)
-    for event in found.key_averages():
-        name = event.key.lower()
-        kind = next((kind for kind, parts in KERNELS.items() if any(part in name for part in parts)), list(spent)[-1])
-        spent[kind] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
-    return [row(kind, 100 * value / sum(spent.values()), "%") for kind, value in spent.items()]
-
-
 def main(args):
     words = [x for x in args if not x.startswith("-")]
     which = "all" if "--all" in args or words else "short"
@@ -285,7 +228,7 @@ def main(args):
             began = time.perf_counter()
             try:
                 found = case()
-            except (RuntimeError, torch.OutOfMemoryError) as e:  # no such backend here, or too large: the next one
+            except (RuntimeError, torch.OutOfMemoryError) as e:  # too large: the next one
                 found = [row(f"{type(e).__name__}: {str(e).splitlines()[0][:80]}", None, "")]
                 if torch.distributed.is_initialized():
                     torch.distributed.destroy_process_group()
