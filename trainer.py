@@ -445,7 +445,10 @@ def add_advantages(sequences, t):
             adv_of[key, rollout] = torch.tensor(adv)
     for s in sequences:
         adv = adv_of.get((s["baseline"], s["rollout"]), torch.tensor(0.0))
-        s["adv"] = adv[s["turn"].long()] if adv.dim() else adv.expand(len(s["tokens"]))
+        if adv.dim():  # one for each turn
+            s["adv"] = adv[s["turn"].long()]
+        else:
+            s["adv"] = adv.expand(len(s["tokens"]))
         what = f"trainer.advantage = {t.advantage!r}: not finite in group {s['baseline']}"
         require(s["adv"].isfinite().all(), DATA, what)
 
