@@ -243,7 +243,7 @@ def test_a_local_model_leaves_the_rows_online(small_run):
 def test_the_readme_quotes_what_is_printed():
     """The beginnings of its table."""
     source = " ".join(
-        (ROOT / name).read_text() for name in ("tools/check.py", "tools/watch.py", "trainer.py", "launch.sh")
+        (ROOT / name).read_text() for name in ("tools/check.py", "tools/watch.py", "trainer.py", "launch.py")
     )
     table = re.findall(r"^\| `(?:check: FAIL|warning:|(?=no finite))(.*?)`", READMES["tools/README.md"], re.MULTILINE)
     assert len(table) == 7
