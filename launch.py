@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from configs import load_config
 from configs.runtime.directory import identity, run_directory
-from configs.runtime.role import CONFIG, DIED, STORAGE, RunError, end_with_parent, require, run_role
+from configs.runtime.role import CONFIG, DIED, RunError, end_with_parent, exit_code, require, run_role
 from configs.serving.flags import server_flags
 
 SERVER = "configs.serving.server"
@@ -477,9 +477,9 @@ def main(argv):
     except RunError as error:
         code = error.code
         last = str(error)
-    except OSError as error:  # the disk is full
-        code = STORAGE
-        last = f"{error} (exit=6)"
+    except OSError as error:  # a full disk, or a program that is not there
+        code = exit_code(error, str(error))
+        last = f"{error} (exit={code})"
     with suppress(RunError):
         if code == DIED:
             dump_stacks()

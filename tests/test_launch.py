@@ -281,6 +281,14 @@ def test_a_script_that_fails_to_prepare(models, tmp_path):
     assert re.match(r"\[launch\] ended with status 1 before the run was done \(role=prepare pid=\d+ exit=3 log=", last)
 
 
+def test_a_program_that_is_not_there(models, tmp_path):
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+    done = launch(toml, check=False, SERVER="no-such-program")
+    text = "[launch] [Errno 2] No such file or directory: 'no-such-program' (exit=3)"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (3, text)
+    assert not (tmp_path / "run" / "tmp").exists()
+
+
 @pytest.mark.slow
 def test_orphans_are_reaped_while_the_run_goes_on_and_nothing_is_left(models, tmp_path):
     """A task that starts processes and forgets them; the last one outlives the orchestrator."""
