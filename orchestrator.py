@@ -24,6 +24,7 @@ from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mode
 
 import aiohttp
 import numpy as np
@@ -39,7 +40,6 @@ from env import Truncated, call, ensure, finite, load_environment
 
 # What the server said to one request. versions: live when it was asked, and when it had answered.
 Reply = namedtuple("Reply", "message prompt_ids ids logps finish_reason versions")
-SAMPLED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "max_tokens")
 
 
 class ServerError(Exception):
@@ -47,15 +47,17 @@ class ServerError(Exception):
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version. It must be made in an event loop. openai's client would take
-    longer than everything else that the orchestrator does for a rollout."""
+    """vLLM behind its OpenAI endpoint, and the live version. It must be made in an event loop. openai's client would
+    take longer than everything else that the orchestrator does for a rollout."""
 
     def __init__(self, cfg):
         self.cfg = cfg
         self.version = -1
         self.file = run_directory(cfg) / "version"
         self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
-        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=aiohttp.TCPConnector(limit=0))
+        self.evaluating = asyncio.Lock()  # evaluations do not overlap
+        connector = aiohttp.TCPConnector(limit=0)  # orchestrator.max_concurrent is the limit
+        self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=connector)
 
     async def until(self, version):
         """Waits until the trainer has declared it live. While anyone waits, self.version is up to date."""
@@ -65,9 +67,10 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def post(self, server, path, body):
-        """Returns the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix cache.
-        A lost connection, 429 and 5xx are tried again after 0.5, 1 and 2 s. Raises Truncated if the context is full."""
-        url = self.cfg.inference.urls[server % len(self.cfg.inference.urls)] + path
+        """Returns the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix
+        cache. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is full."""
+        urls = self.cfg.inference.urls
+        url = urls[server % len(urls)] + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
@@ -90,33 +93,34 @@ async def sample(client, server, prompt, tools=None, version=None, user="", **ov
     serve it; user: a name for the rollout, which the server may log. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
-    s = cfg.sampling._asdict() | override
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
-    body = {key: s[key] for key in SAMPLED}
+    body = cfg.sampling._asdict() | override
+    del body["allow_biased_sampling"]
+    template_kwargs = body.pop("chat_template_kwargs")
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
     oldest = live - cfg.orchestrator.max_staleness  # older adapters are unloaded
     body["model"] = configs.served_name(cfg, live if version is None else max(version, oldest))
     if isinstance(prompt, str):
-        reply = await client.post(server, "/v1/completions", body | {"prompt": prompt, "logprobs": 0})
+        body |= {"prompt": prompt, "logprobs": 0}
+        reply = await client.post(server, "/v1/completions", body)
         choice = reply["choices"][0]
         message = choice["text"]
         prompt_ids = choice["prompt_token_ids"]
         logps = choice["logprobs"]["token_logprobs"]
     else:
-        body |= {"messages": prompt, "logprobs": True, "chat_template_kwargs": s["chat_template_kwargs"]}
-        if tools:
-            body["tools"] = tools
+        body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
         reply = await client.post(server, "/v1/chat/completions", body)
         choice = reply["choices"][0]
         # All of it: what vLLM's parsers took out of the content belongs into the next prompt as well.
-        message = {"content": ""} | {key: value for key, value in choice["message"].items() if value}
+        message = {key: value for key, value in choice["message"].items() if value}
+        message.setdefault("content", "")
         prompt_ids = reply["prompt_token_ids"]
         logps = [token["logprob"] for token in choice["logprobs"]["content"]]
     ids = choice["token_ids"]
-    is_right = len(ids) == len(logps) and all(-1e4 < logp < 1e-3 for logp in logps)
-    ensure(is_right, f"the server sent {len(ids)} ids with logprobs {logps}")
+    are_logps = all(-1e4 < logp < 1e-3 for logp in logps)
+    ensure(are_logps and len(ids) == len(logps), f"the server sent {len(ids)} ids with logprobs {logps}")
     return Reply(message, prompt_ids, ids, logps, choice["finish_reason"], [live, client.version])
 
 
@@ -145,23 +149,23 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 # Names of a sequence's metadata, which no per-token field may have.
-METADATA = (
-    "env example group rollout agent trainable reward turn_rewards agent_rewards metrics truncated error versions"
-)
-METADATA = {*METADATA.split(), "num_turns", "num_tokens", "dropped", "staleness", "temperature", "at", "adv", "lens"}
+METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
+METADATA |= {"staleness", "temperature", "at", "adv", "lens"}
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
-    """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none is
-    (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a new
-    sequence begins. Two agents never share one, nor does what is trained with what is not."""
-    for s in sorted(sequences, key=lambda s: len(s["tokens"]), reverse=True):
+    """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none
+    is (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a
+    new sequence begins. Two agents never share one, nor does what is trained with what is not."""
+    longest_first = sorted(sequences, key=lambda s: -len(s["tokens"]))
+    for s in longest_first:
         is_same = s["agent"] == agent and s["trainable"] == trainable
         if is_same and s["tokens"] == prompt_ids[: len(s["tokens"])]:
             break
     else:
-        s = {"tokens": [], "mask": [], "old_logp": [], "turn": [], "agent": agent, "trainable": trainable}
+        s = {name: [] for name in ("tokens", "mask", "old_logp", "turn")}
+        s |= {"agent": agent, "trainable": trainable}
         sequences.append(s)
     new = prompt_ids[len(s["tokens"]) :]
     s["tokens"] += new + ids
@@ -182,7 +186,7 @@ def check_fields(sequence):
             sequence[name] = array
 
 
-def describe(error, most=200):
+def describe(error, most=400):
     """Type and text of an error, and the line of the user's code where it arose."""
     ours = ("/lib/python", "/env.py", "/orchestrator.py", "/configs/", "<frozen")
     frames = []
@@ -215,9 +219,11 @@ async def run_rollout(env, row, ask, step, cfg):
     async def generate(prompt, tools=None, agent="", trainable=True):
         """What the environment calls for each turn of the policy."""
         reply = await ask(prompt, tools)
-        if r.num_turns == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
+        turn = r.num_turns
+        is_long = len(reply.prompt_ids) > (o.max_prompt_len or np.inf)
+        if is_long and turn == 0:
             raise Truncated
-        extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, r.num_turns, agent, trainable)
+        extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, turn, agent, trainable)
         r.versions += reply.versions
         r.num_turns += 1
         r.num_tokens += len(reply.ids)
@@ -253,13 +259,15 @@ async def run_group(env, row, n, ask, step, cfg, places):
     """n rollouts of one row, and the rewards that depend on all of them. places: a semaphore of rollouts under way."""
 
     async def one(i):
+        ask_as_i = functools.partial(ask, user=str(i))
         async with places:
-            return await run_rollout(env, row, functools.partial(ask, user=str(i)), step, cfg)
+            return await run_rollout(env, row, ask_as_i, step, cfg)
 
     o = cfg.orchestrator
     rollouts = await asyncio.gather(*(one(i) for i in range(n)))
     scored = [r for r in rollouts if r.reward is not None]
-    more = await guard(scored, env.rubric.score_group([r.state for r in scored]), o.generation_timeout)
+    scoring = env.rubric.score_group([r.state for r in scored])
+    more = await guard(scored, scoring, o.generation_timeout)
     for r, (reward, metrics) in zip(scored, more or []):
         r.reward += reward
         r.metrics |= metrics
@@ -275,9 +283,9 @@ async def run_group(env, row, n, ask, step, cfg, places):
 
 
 class Order:
-    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes each
-    row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in self.memory,
-    as JSON has it.
+    """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes
+    each row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in
+    self.memory, as JSON has it.
 
     state: {"next": index, "open": indices issued but not committed, "extra": memory}."""
 
@@ -289,7 +297,7 @@ class Order:
         self.open = set(state["open"])
         self.memory = state["extra"]
         self.requeued = sorted(self.open)  # a killed run had these open; they come first
-        self.errors = deque(maxlen=200)  # by which the last rollouts were lost, "" if they were not
+        self.errors = deque(maxlen=200)  # those that the last rollouts were lost by; "" for each that was not
         self.num_useless = 0  # groups in a row
 
     def state(self):
@@ -302,23 +310,28 @@ class Order:
 
     def row_of(self, index):
         """The number of the row that an index stands for."""
-        return self.epoch(index // len(self.rows))[index % len(self.rows)]
+        number, place = divmod(index, len(self.rows))
+        return self.epoch(number)[place]
 
     def take(self, step):
         """The next index and the number of its row."""
-        index = self.requeued.pop(0) if self.requeued else self.next
-        self.next = max(self.next, index + 1)
+        if self.requeued:
+            index = self.requeued.pop(0)
+        else:
+            index = self.next
+            self.next += 1
         self.open.add(index)
         return index, self.row_of(index)
 
     def keep(self, rollouts):
-        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all rewards
-        are equal, and with gamma < 1 also how soon they come. Not asked if there is nothing to train on at all."""
+        """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all
+        rewards are equal, and with gamma < 1 also how soon they come. Not asked if there is nothing to train on."""
         by_turn = self.cfg.trainer.gamma < 1
         earned = set()
         for r in rollouts:
             if r.reward is not None:
-                earned.add((r.reward, *(r.turn_rewards or ()), r.num_turns if by_turn else 0))
+                by_part = (*(r.turn_rewards or ()), *r.agent_rewards.values())
+                earned.add((r.reward, by_part, r.num_turns if by_turn else 0))
         return "flat" if len(earned) == 1 else ""
 
     def extra(self, step):
@@ -334,19 +347,16 @@ class Order:
         learn from too many groups in a row."""
         o = self.cfg.orchestrator
         self.errors.extend(r.error for r in group.rollouts)
-        lost = Counter(error for error in self.errors if error)
-        share = lost.total() / len(self.errors)
-        if len(self.errors) >= 50 and share > o.max_error_share:
-            what = f"{lost.total()} of the last {len(self.errors)} rollouts of {group.env} were lost, mostly by"
-            raise RunError(
-                DATA, f"{what} {max(lost, key=lost.get)} (orchestrator.max_error_share = {o.max_error_share})"
-            )
+        lost = [error for error in self.errors if error]
+        num = len(self.errors)
+        if num >= 50 and len(lost) > o.max_error_share * num:
+            what = f"{len(lost)} of the last {num} rollouts of {group.env} were lost, mostly by {mode(lost)}"
+            raise RunError(DATA, f"{what} (orchestrator.max_error_share = {o.max_error_share})")
         self.num_useless = self.num_useless + 1 if group.dropped else 0
         outcomes = [r.error or r.reward for r in group.rollouts][:4]
-        last = f"{group.dropped}, {outcomes}"
-        what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {last}"
+        what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {group.dropped}"
         limit = 10 * o.batch_size // o.rollouts_per_example
-        require(self.num_useless <= limit, DATA, f"{what}; launch.sh --check says more")
+        require(self.num_useless <= limit, DATA, f"{what}, {outcomes}; launch.sh --check says more")
 
 
 def unusable(rollouts):
@@ -354,7 +364,8 @@ def unusable(rollouts):
     scored = [r for r in rollouts if r.reward is not None]
     if len(scored) < 2:
         return "failed" if any(r.error for r in rollouts) else "long"
-    return "" if any(s["mask"].any() for r in scored for s in r.sequences) else "empty"
+    masks = [s["mask"] for r in scored for s in r.sequences]
+    return "" if np.any(np.concatenate(masks)) else "empty"
 
 
 def deal(ratios):
@@ -362,7 +373,8 @@ def deal(ratios):
     total = sum(ratios.values())
     given = dict.fromkeys(ratios, 0)
     for slot in itertools.count(1):
-        name = max(ratios, key=lambda name: ratios[name] / total * slot - given[name])
+        behind = {name: ratio / total * slot - given[name] for name, ratio in ratios.items()}
+        name = max(behind, key=behind.get)
         given[name] += 1
         yield name
 
@@ -392,51 +404,56 @@ def save_batch(path, sequences, info):
     Writes a safetensors file, which trainer.load_batch reads: each field flat over all sequences, their lens, and as
     metadata JSON `sequences` (what is no field) and JSON `info`. One rename commits it. Raises RunError with DATA for
     what must never be trained on: a field of another length, old_logp that is not finite."""
-    lens = np.array([len(s["tokens"]) for s in sequences], np.int32)
+    lens = [len(s["tokens"]) for s in sequences]
     names = set()
     for s in sequences:
-        names |= {key for key, value in s.items() if isinstance(value, list | np.ndarray) and key not in METADATA}
-    data = {"lens": lens}
+        for name, value in s.items():
+            if isinstance(value, list | np.ndarray) and name not in METADATA:
+                names.add(name)
+    data = {"lens": np.array(lens, np.int32)}
     for name in sorted(names):
         parts = []
-        for s in sequences:
-            part = np.asarray(s.get(name, [np.nan] * len(s["tokens"])), DTYPES.get(name, np.float32))
-            what = f"field {name!r} has {len(part)} values for {len(s['tokens'])} tokens"
-            require(len(part) == len(s["tokens"]), DATA, what)
+        for s, num in zip(sequences, lens):
+            part = np.array(s.get(name, [np.nan] * num), DTYPES.get(name, np.float32))
+            require(len(part) == num, DATA, f"field {name!r} has {len(part)} values for {num} tokens")
+            is_trained = name in ("mask", "ce") and np.nan_to_num(part[:1]).any()
+            require(not is_trained, DATA, f"{path}: a first token is a loss token")
             parts.append(part)
         data[name] = np.concatenate(parts)
-    # nan stands for text that no policy of ours has said.
-    is_known = np.isfinite(data["old_logp"]) | (np.isnan(data["old_logp"]) & bool(info.get("offline")))
-    require(is_known.all(), DATA, f"{path}: old_logp is not finite")
-    firsts = np.cumsum(lens) - lens
-    is_first_trained = any(data[name][firsts].any() for name in ("mask", "ce") if name in data)
-    require(not is_first_trained, DATA, f"{path}: a first token is a loss token")
+    logp_T = data["old_logp"]
+    if info.get("offline"):  # nan is text that no policy of ours has said
+        logp_T = logp_T[~np.isnan(logp_T)]
+    require(np.isfinite(logp_T).all(), DATA, f"{path}: old_logp is not finite")
     metadata = []
     for s in sequences:
         metadata.append({key: value for key, value in s.items() if key not in names})
     tmp = path.with_suffix(".tmp")
-    save_file(data, tmp, {"sequences": json.dumps(metadata), "info": json.dumps(info)})
+    texts = {"sequences": json.dumps(metadata), "info": json.dumps(info)}
+    save_file(data, tmp, texts)
     os.replace(tmp, path)
 
 
 def commit_batch(step, groups, orders, run_dir, cfg):
     """Writes rollouts.jsonl, then the file whose rename makes the batch exist."""
     sequences = []
+    lines = []
+    for group in groups:
+        orders[group.env].commit(group)
+        for i, r in enumerate(group.rollouts):
+            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index}
+            about |= {"rollout": i, "dropped": group.dropped}
+            del about["state"], about["sequences"]
+            version = min(r.versions, default=None)
+            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
+            lines.append({"step": step, "version": version} | about | talk)
+            if r.reward is None or group.dropped:
+                continue
+            about |= {"staleness": step - version, "temperature": cfg.sampling.temperature}
+            for s in r.sequences:
+                reward = r.agent_rewards.get(s["agent"], r.reward)
+                sequences.append(about | s | {"reward": reward})
     with open(run_dir / "rollouts.jsonl", "a") as file:
-        for group in groups:
-            orders[group.env].commit(group)
-            names = {"env": group.env, "example": group.row, "group": group.index, "dropped": group.dropped}
-            for i, r in enumerate(group.rollouts):
-                about = vars(r) | names | {"rollout": i}
-                del about["state"], about["sequences"]
-                line = {"step": step, "version": min(r.versions, default=None)} | about
-                line |= {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
-                file.write(json.dumps(line, default=str) + "\n")
-                if r.reward is None or group.dropped:
-                    continue
-                about |= {"staleness": step - min(r.versions), "temperature": cfg.sampling.temperature}
-                for s in r.sequences:
-                    sequences.append(about | s | {"reward": r.agent_rewards.get(s["agent"], r.reward)})
+        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
     info["metrics"] = rollout_metrics(groups, sequences)
     info["sampler"] = {name: order.state() for name, order in orders.items()}
@@ -450,7 +467,8 @@ def batch_file(run_dir, step):
 def resume(run_dir, cfg):
     """Returns the checkpoint's step, the number of the next batch, and the sampler states by environment, as the newest
     batch has them. Batches since the checkpoint are trained on again."""
-    step = max((int(path.name[5:]) for path in run_dir.glob("checkpoints/step_??????")), default=0)
+    checkpoints = run_dir.glob("checkpoints/step_??????")
+    step = max((int(path.name[5:]) for path in checkpoints), default=0)
     next_step = step
     while batch_file(run_dir, next_step).exists():
         next_step += 1
@@ -478,90 +496,35 @@ def resume(run_dir, cfg):
     return step, next_step, state
 
 
-# --- metrics and evaluation -------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
-def means(rows):
-    """[{name: number}, ...] -> {name: its mean over those that have it}."""
+def means(rows, prefix=""):
+    """[{name: number}, ...] -> {prefix + name: its mean over the rows that have it}."""
     columns = {}
     for row in rows:
         for name, value in row.items():
-            columns.setdefault(name, []).append(value)
+            columns.setdefault(prefix + name, []).append(value)
     return {name: np.mean(values) for name, values in columns.items()}
 
 
 def rollout_metrics(groups, sequences):
     """Metrics of one batch. Rewards are over every scored rollout, also of filtered groups: without the flat ones the
     mean would mislead. tools/watch.py has them for each environment of a mix."""
-    rollouts = [r for group in groups for r in group.rollouts]
+    rollouts = sum((group.rollouts for group in groups), [])
     rewards = [r.reward for r in rollouts if r.reward is not None]
+    staleness = [s["staleness"] for s in sequences]  # in versions
+    errors = Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
     metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
     metrics |= Counter(f"group/{group.dropped or 'kept'}" for group in groups)
-    metrics |= Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
-    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards), "rollout/num": len(rollouts)}
-    rows = []
-    for r in rollouts:
-        row = {f"reward/{name}": value for name, value in r.metrics.items()}
-        row |= {"rollout/turns": r.num_turns, "rollout/tokens": r.num_tokens, "rollout/truncated": r.truncated}
-        rows.append(row)
-    metrics |= means(rows)
-    metrics["rollout/errors"] = sum(bool(r.error) for r in rollouts)
+    metrics |= errors | {"rollout/num": len(rollouts), "rollout/errors": errors.total()}
+    metrics |= means([r.metrics for r in rollouts], "reward/")
+    metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
+    metrics["rollout/turns"] = np.mean([r.num_turns for r in rollouts])
+    metrics["rollout/tokens"] = np.mean([r.num_tokens for r in rollouts])
+    metrics["rollout/truncated"] = np.mean([r.truncated for r in rollouts])
     metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
-    staleness = [s["staleness"] for s in sequences]  # in versions
     return metrics | {"staleness/mean": np.mean(staleness), "staleness/max": max(staleness)}
-
-
-def eval_metrics(groups):
-    """Metrics of one evaluation; groups: rollouts per row. A reward of 1 or more passes. rows: their mean rewards, None of
-    a lost one; tools/watch.py compares them with those at version 0."""
-    one = 1 - 1e-6  # in floats 0.7 + 0.2 + 0.1 is below 1
-    rows = []
-    means_of_rows = []
-    for group in groups:
-        rewards = np.array([r.reward for r in group if r.reward is not None])
-        means_of_rows.append(rewards.mean() if len(rewards) else None)
-        if len(rewards):
-            is_passed = rewards > one
-            rows.append({"reward/mean": rewards.mean(), "pass@1": is_passed.mean(), "pass@k": is_passed.max()})
-    rollouts = sum(groups, [])
-    extra = [r.metrics | {"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts]
-    metrics = means(rows) | means(extra)
-    metrics |= {"n": len(rows), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
-    return metrics | {"rows": means_of_rows}
-
-
-async def evaluate(due, name, env, lock, client, run_dir, cfg):
-    """Evaluates the first eval.num_examples rows of an environment at version `due` -> a line of eval.jsonl.
-
-    Batch `due` is not committed meanwhile, for at most eval.hold_s. If that is too short the weights change on the way,
-    and version_last says so. Adapters serve the first version while it is loaded, S more."""
-    async with lock:  # after one that took longer than eval.every, at the version that is live then
-        await client.until(due)
-        version = client.version
-        path = run_dir / "eval.jsonl"
-        for line in map(json.loads, path.open()):
-            if line["env"] == name and line["step"] in (due, version):
-                return
-        began = time.time()
-        e = cfg.eval
-        most = e.max_tokens or cfg.sampling.max_tokens
-        places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
-        jobs = []
-        for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
-            ask = functools.partial(sample, client, i, version=version, temperature=e.temperature, max_tokens=most)
-            jobs.append(run_group(env, row, e.rollouts_per_example, ask, version, cfg, places))
-        groups = await asyncio.gather(*jobs)
-        metrics = eval_metrics(groups) | {"seconds": time.time() - began}
-        reason = groups[0][0].error or "the prompts are too long"
-        require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
-        last = client.version
-        if cfg.sends_adapters:
-            last = max(version, last - cfg.orchestrator.max_staleness)
-        line = {"step": version, "version_first": version, "version_last": last, "env": name} | metrics
-        with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-        shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
-        print(f"eval {version} | {name}:", *shown, flush=True)
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -580,18 +543,19 @@ def prepare(cfg):
             raise RunError(code, f"env.id = {e.id!r}: {describe(error, 2000)}") from error
         has_rows = envs[e.name].eval_dataset or not cfg.eval.every
         require(has_rows, CONFIG, f"env.id = {e.id!r}: eval.every is set, but it has no eval_dataset")
+    what = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}"
     try:
         from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
-        tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=AutoConfig.from_pretrained(cfg.run.model))
+        config = AutoConfig.from_pretrained(cfg.run.model)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=config)
         Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
     except Exception as error:
-        what = f"model = {cfg.run.model!r}, chat_template = {cfg.run.chat_template!r}"
         raise RunError(CONFIG, f"{what}: {describe(error, 2000)}") from error
+    rows = [env.dataset[0] for env in envs.values()]
+    is_text = all(isinstance(row.get("prompt"), str) for row in rows)
     has_template = tokenizer.chat_template or cfg.run.chat_template
-    is_text = all(isinstance(env.start(env.dataset[0])["prompt"], str) for env in envs.values())
-    what = f"model = {cfg.run.model!r} has no chat_template, though the rows are messages"
-    require(has_template or is_text, CONFIG, what)
+    require(has_template or is_text, CONFIG, f"{what}: no chat_template, though the rows are messages")
     return envs
 
 
@@ -603,7 +567,9 @@ async def run(cfg):
     envs = prepare(cfg)
     step, start, state = resume(run_dir, cfg)
     make_order = configs.find(o.order, {"": Order})
-    orders = {name: make_order(env.dataset, cfg, state.get(name)) for name, env in envs.items()}
+    orders = {}
+    for name, env in envs.items():
+        orders[name] = make_order(env.dataset, cfg, state.get(name))
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
     report("[orchestrator] ready")
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
@@ -611,34 +577,36 @@ async def run(cfg):
     client = Client(cfg)
     # 2. One task for each batch, S versions ahead of the trainer; evaluations run beside them.
     places = asyncio.Semaphore(o.max_concurrent)
-    lock = asyncio.Lock()
     num_groups = o.batch_size // o.rollouts_per_example
-    dealt = itertools.islice(deal({env.name: env.ratio for env in cfg.env}), start * num_groups, None)
+    slots = deal({env.name: env.ratio for env in cfg.env})
+    slots = itertools.islice(slots, start * num_groups, None)
     batch = []
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date
         for n in range(step, cfg.run.max_steps + 1):  # a batch may exist while its evaluation is missing
-            evaluations = []
-            if cfg.eval.every and (n % cfg.eval.every == 0 or n == cfg.run.max_steps):
-                for name, env in envs.items():
-                    work = evaluate(n, name, env, lock, client, run_dir, cfg)
-                    evaluations.append(tasks.create_task(work))
+            evaluation = None
+            every = cfg.eval.every
+            if every and (n % every == 0 or n == cfg.run.max_steps):
+                from configs.algorithms.evaluation import evaluate
+
+                evaluation = tasks.create_task(evaluate(n, envs, client))
             if start <= n < cfg.run.max_steps:
                 await client.until(max(0, n - o.max_staleness))
-                shares = Counter(itertools.islice(dealt, num_groups))
-                work = produce(n, shares, batch, evaluations, envs, orders, client, places, run_dir, cfg)
+                shares = Counter(itertools.islice(slots, num_groups))
+                work = produce(n, shares, batch, evaluation, envs, orders, client, places, run_dir, cfg)
                 batch = [tasks.create_task(work)]
     await client.session.close()
 
 
-async def produce(n, shares, previous, evaluations, envs, orders, client, places, run_dir, cfg):
+async def produce(n, shares, previous, evaluation, envs, orders, client, places, run_dir, cfg):
     """Generates batch n, with `shares` groups of each environment, and commits it after the previous one."""
     o = cfg.orchestrator
 
     async def job(name, index, row):
         env = envs[name]
         ask = functools.partial(sample, client, index)
-        rollouts = await run_group(env, env.dataset[row], o.rollouts_per_example, ask, n, cfg, places)
+        size = o.rollouts_per_example
+        rollouts = await run_group(env, env.dataset[row], size, ask, n, cfg, places)
         dropped = unusable(rollouts) or orders[name].keep(rollouts)
         group = Group(name, index, row, rollouts, dropped)
         orders[name].count(group)
@@ -648,15 +616,17 @@ async def produce(n, shares, previous, evaluations, envs, orders, client, places
     if o.oversampling_factor > 1:
         from configs.algorithms.orders import oversample
 
-        fill_with = functools.partial(oversample, cfg=cfg)
-    work = [fill_with(orders[name], num, n, functools.partial(job, name)) for name, num in shares.items()]
+        fill_with = oversample
+    work = []
+    for name, num in shares.items():
+        work.append(fill_with(orders[name], num, n, functools.partial(job, name)))
     groups = sum(await asyncio.gather(*work), [])
     for order in orders.values():
         groups += order.extra(n)
     await asyncio.gather(*previous)  # commits are in order
-    if evaluations:  # without batch n there is no version after n
+    if evaluation:  # without batch n there is no version after n
         await client.until(n)
-        await asyncio.wait(evaluations, timeout=cfg.eval.hold_s)
+        await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
     commit_batch(n, groups, orders, run_dir, cfg)
 
 

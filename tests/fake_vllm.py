@@ -281,7 +281,7 @@ class Server(WeightReceiver):
             text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {length} + {asked}"
         elif room == 0:
             text = "max_tokens must be at least 1, got 0."  # as vLLM 0.32 says it
-        elif "tools" in body and (FAKE.get("no_parser") or not self.args.enable_auto_tool_choice):
+        elif body.get("tools") and (FAKE.get("no_parser") or not self.args.enable_auto_tool_choice):
             text = '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'
         return web.json_response({"error": {"message": text}}, status=400) if text else None
 
@@ -302,7 +302,7 @@ class Server(WeightReceiver):
         is_stop = tokens[-1] == tokenizer.eos_token_id or FAKE.get("stop")
         choice = {"index": 0, "finish_reason": "stop" if is_stop else "length", "token_ids": tokens}
         if "messages" in body:
-            message = {"role": "assistant", "content": text} | (hermes(text, seed) if "tools" in body else {})
+            message = {"role": "assistant", "content": text} | (hermes(text, seed) if body.get("tools") else {})
             choice |= {"message": message, "logprobs": {"content": [{"logprob": x} for x in logps]}}
         else:
             choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}

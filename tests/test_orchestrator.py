@@ -20,6 +20,7 @@ from conftest import ROOT, all_batches, free_port, lines
 import orchestrator
 import trainer
 from configs import load_config
+from configs.algorithms.evaluation import eval_metrics
 from configs.algorithms.orders import Picky
 from configs.runtime.role import RunError
 from env import Rubric, SingleTurnEnv, Truncated
@@ -51,9 +52,10 @@ def test_interleaved_conversations_are_two_sequences_and_agents_never_share_one(
     for turn, prompt in enumerate([[1], [2], [1, 10, 5], [2, 11, 5]]):
         extend_or_fork(sequences, prompt, [10 + turn], [-1.0], turn)
     assert [s["tokens"] for s in sequences] == [[1, 10, 5, 12], [2, 11, 5, 13]]
-    extend_or_fork(sequences, [1, 10, 5, 12, 6], [20], [-1.0], 4, "critic", trainable=False)
-    assert [(s["agent"], s["trainable"]) for s in sequences] == [("", True), ("", True), ("critic", False)]
-    assert sequences[2]["tokens"] == [1, 10, 5, 12, 6, 20] and sequences[2]["mask"] == [0] * 5 + [1]
+    for agent, is_trained in (("critic", True), ("", False)):
+        extend_or_fork(sequences, [1, 10, 5, 12, 6], [20], [-1.0], 4, agent, is_trained)
+        assert (sequences[-1]["agent"], sequences[-1]["trainable"]) == (agent, is_trained)
+        assert sequences[-1]["tokens"] == [1, 10, 5, 12, 6, 20] and sequences[-1]["mask"] == [0] * 5 + [1]
 
 
 def test_order_is_a_function_of_seed_and_index(make_cfg):
@@ -165,10 +167,10 @@ def test_an_evaluation_asks_for_its_adapter_while_it_is_loaded(make_cfg):
 
 def test_evaluations_count_what_was_lost():
     rollouts = [Rollout({}, reward=1.0, num_turns=1), Rollout({}, error="ValueError"), Rollout({}, reward=0.0)]
-    found = orchestrator.eval_metrics([rollouts[:2], rollouts[2:], rollouts[1:2]])
+    found = eval_metrics([rollouts[:2], rollouts[2:], rollouts[1:2]])
     assert found["n"] == 2 and found["errors"] == 2 and found["reward/mean"] == 0.5 and found["pass@k"] == 0.5
     assert found["rows"] == [1.0, 0.0, None]
-    solved = orchestrator.eval_metrics([[Rollout({}, reward=0.7 + 0.2 + 0.1)]])  # 0.9999999999999999
+    solved = eval_metrics([[Rollout({}, reward=0.7 + 0.2 + 0.1)]])  # 0.9999999999999999
     assert solved["pass@1"] == solved["pass@k"] == 1
 
 

@@ -23,10 +23,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
+from configs.algorithms.evaluation import eval_metrics
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
 from env import load_environment, load_rows
-from orchestrator import Reply, eval_metrics, means, run_group, save_batch
+from orchestrator import Reply, means, run_group, save_batch
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
 

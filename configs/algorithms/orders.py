@@ -103,7 +103,7 @@ def put_back(order, indices, step):
             order.requeued = sorted([*order.requeued, index])
 
 
-async def oversample(order, num, step, job, cfg):
+async def oversample(order, num, step, job):
     """orchestrator.fill with orchestrator.oversampling_factor times as many groups under way as are needed, so that
     one that teaches nothing is replaced without a wait. The lowest indices win, whoever finishes first: short rollouts
     get no advantage. What is left over is thrown away, and its rows are taken again."""
@@ -111,7 +111,7 @@ async def oversample(order, num, step, job, cfg):
     try:
         while True:
             hopeful = sum(not task.done() or not task.result().dropped for task in jobs.values())
-            for _ in range(math.ceil(num * cfg.orchestrator.oversampling_factor) - hopeful):
+            for _ in range(math.ceil(num * order.cfg.orchestrator.oversampling_factor) - hopeful):
                 index, row = order.take(step)
                 jobs[index] = asyncio.create_task(job(index, row))
             done = [jobs[i].result() for i in itertools.takewhile(lambda i: jobs[i].done(), sorted(jobs))]
@@ -119,7 +119,7 @@ async def oversample(order, num, step, job, cfg):
             if len(useful) >= num:
                 done = done[: useful[num - 1] + 1]
                 surplus = set(jobs) - {group.index for group in done}
-                put_back(order, surplus, step + 1 + cfg.orchestrator.max_staleness)
+                put_back(order, surplus, step + 1 + order.cfg.orchestrator.max_staleness)
                 return done
             under_way = [task for task in jobs.values() if not task.done()]
             await asyncio.wait(under_way, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,74 @@
+"""Evaluations at some versions of the policy, if eval.every is above 0: lines of eval.jsonl. tools/evaluate.py has the
+same metrics."""
+
+import asyncio
+import functools
+import json
+import time
+
+import numpy as np
+
+from configs.runtime.directory import run_directory
+from configs.runtime.role import DATA, require
+from orchestrator import means, run_group, sample
+
+
+async def evaluate(due, envs, client):
+    """Evaluates the first eval.num_examples rows of each environment at version `due`.
+
+    Batch `due` is not committed meanwhile, for at most eval.hold_s. If that is too short the weights change on the way,
+    and version_last says so. Adapters serve the first version while it is loaded, max_staleness more."""
+    cfg = client.cfg
+    path = run_directory(cfg) / "eval.jsonl"
+    async with client.evaluating:  # after one that took longer than eval.every, at the version that is live then
+        await client.until(due)
+        for name, env in envs.items():
+            version = client.version
+            done = [line["step"] for line in map(json.loads, path.open()) if line["env"] == name]
+            if due in done or version in done:
+                continue
+            began = time.time()
+            groups = await roll_out(env, version, client)
+            metrics = eval_metrics(groups) | {"seconds": time.time() - began}
+            reason = groups[0][0].error or "the prompts are too long"
+            require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
+            last = client.version
+            if cfg.sends_adapters:
+                last = max(version, last - cfg.orchestrator.max_staleness)
+            line = {"step": version, "version_first": version, "version_last": last, "env": name} | metrics
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+            shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
+            print(f"eval {version} | {name}:", *shown, flush=True)
+
+
+async def roll_out(env, version, client):
+    """Returns the rollouts of each row."""
+    cfg = client.cfg
+    e = cfg.eval
+    options = {"version": version, "temperature": e.temperature}
+    options["max_tokens"] = e.max_tokens or cfg.sampling.max_tokens
+    places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
+    groups = []
+    for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
+        ask = functools.partial(sample, client, i, **options)
+        groups.append(run_group(env, row, e.rollouts_per_example, ask, version, cfg, places))
+    return await asyncio.gather(*groups)
+
+
+def eval_metrics(groups):
+    """Metrics of one evaluation; groups: the rollouts of each row. A reward of 1 or more passes. rows: their mean
+    rewards, or None if all are lost; tools/watch.py compares them with those at version 0."""
+    rows = []
+    for group in groups:
+        row = {}
+        rewards = [r.reward for r in group if r.reward is not None]
+        if rewards:
+            is_passed = np.greater(rewards, 1 - 1e-6)  # in floats 0.7 + 0.2 + 0.1 is below 1
+            row = {"reward/mean": np.mean(rewards), "pass@1": is_passed.mean(), "pass@k": is_passed.max()}
+        rows.append(row)
+    rollouts = sum(groups, [])
+    metrics = means(rows) | means([r.metrics for r in rollouts])
+    metrics |= means([{"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
+    metrics |= {"n": sum(map(bool, rows)), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
+    return metrics | {"rows": [row.get("reward/mean") for row in rows]}
