@@ -6,10 +6,12 @@ FAULT=point[@rank,step]:action. The points are start_<role> and those of POINTS;
 call on any rank counts. The action is a signal's number (9: killed, 19: stopped, 0: held for a minute), or enospc for
 an OSError as of a full disk. What happens is told on standard error: "[fault] fwd@1,3 in process 123".
 
-Python imports a module of this name at its start wherever it finds one on its path. This one waits for `configs` to be
-imported and wraps its run_role, so that main runs under sys.setprofile, which is told of every call and return: the
-imports before it are not slowed down, and processes without a role (vLLM, torchrun's agent) are left alone."""
+Python imports a module of this name at its start wherever it finds one on its path. This one waits for
+`configs.runtime.role` to be imported and wraps its run_role, so that main runs under sys.setprofile, which is told of
+every call and return. Imports are not slowed down, and processes without a role (vLLM, torchrun's agent) are left
+alone."""
 
+import importlib
 import os
 import sys
 import threading
@@ -32,9 +34,9 @@ POINTS = {
     "batch_write": ("c_call", os.replace, "save_batch", lambda local: local["info"].get("step", 0)),
     "fwd": ("call", "Policy.forward", "train_step", step),
     "bwd": ("return", "Policy.forward", "train_step", step),
-    "opt": ("return", "clip_grad_norm_", "train_step", step),
-    "gather": ("call", "sampler_weights", "publish", version),
-    "bcast": ("call", "stream", "WeightSender.send", version),
+    "opt": ("call", "apply_gradients", "train_step", step),
+    "gather": ("call", "stream_weights", "send_weights", version),
+    "bcast": ("call", "send_group", "send_weights", version),
     "ckpt_write": ("return", "HuggingFaceStorageWriter.write_data", "save_checkpoint", step),
     "ckpt_before_rename": ("c_call", os.rename, "save_checkpoint", step),
     "ckpt_after_rename": ("c_return", os.rename, "save_checkpoint", step),
@@ -73,25 +75,25 @@ def watch(point):
 
 
 def wrap(run_role):
-    def wrapped(role, main):
-        def watched(argv):
-            fault(f"start_{role}", 0)
-            if (point := WHERE.partition("@")[0]) in POINTS:
-                threading.setprofile(watch(point))
-                sys.setprofile(watch(point))
-            main(argv)
-
-        run_role(role, watched)
+    def wrapped(role, module=None):
+        importlib.import_module(module or role)  # before anything is watched, since that slows it down
+        fault(f"start_{role}", 0)
+        point = WHERE.partition("@")[0]
+        if point in POINTS:
+            threading.setprofile(watch(point))
+            sys.setprofile(watch(point))
+        run_role(role, module)
 
     return wrapped
 
 
 class Finder:
-    """Of the one module `configs`; all others are found as ever."""
+    """Finds configs.runtime.role alone and leaves all other modules to the finders behind it."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        if name != "configs" or not (spec := PathFinder.find_spec(name, path)):
+        spec = PathFinder.find_spec(name, path) if name == "configs.runtime.role" else None
+        if not spec:
             return None
         execute = spec.loader.exec_module
 
