@@ -1,19 +1,17 @@
 #!/usr/bin/env bash
 # bash launch.sh config.toml [table.key=value ...] [--check]
 #     --check: look for what would spoil a run, train nothing
-# Sets up .venv on first use (--setup: only that), then hands over to launch.py, which runs
-# orchestrator.py, vLLM's servers and trainer.py until all is done.
+# Sets up .venv on first use (--setup: only that), then launch.py runs all roles until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143
 # Variables: KIND=gpu or cpu and PYTHON=python3.12 for .venv, CUDA_VISIBLE_DEVICES, NNODES,
 #     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" in place of vLLM
 set -u
-usage() { sed -n '2,8s/^# //p' "$0"; exit "$1"; }
+usage() { sed -n '2,7s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }
 [[ ! " $* " =~ " -h "|" --help " ]] || usage 0
 [[ $# != 0 && ! " $* " =~ " --replay" ]] || usage 2
-for tool in flock setpriv; do
-    command -v "$tool" >/dev/null || fail "$tool is missing: install util-linux"
-done
+has() { command -v "$1" >/dev/null || fail "$1 is missing: install util-linux"; }
+has flock && has setpriv
 config=$(realpath -m -- "$1")
 cd "$(dirname "$0")" || exit 2
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 import orchestrator
 import trainer
-from configs import RunError
+from configs.runtime.role import RunError
 from trainer import load_batch
 
 STEPS = 4
@@ -180,14 +180,14 @@ def assert_history(run_dir, steps):
     """Every index up to the last was issued once in the committed history, and is trained or dropped with a reason."""
     history = committed(run_dir)
     last = load_batch(run_dir / "batches" / f"step_{steps - 1:06d}.safetensors")
-    for name, ledger in last.info["ledger"].items():
+    for name, ledger in last.info["sampler"].items():
         indices = sorted(index for _, env, index, _ in history if env == name)
         assert sorted(indices + ledger["open"]) == list(range(ledger["next"])), (indices, ledger)
     dropped = {(x["env"], x["group"]) for x in lines(run_dir / "rollouts.jsonl") if x["dropped"]}
     trained = set()
     for path in sorted((run_dir / "batches").glob("step_*.safetensors")):
         batch = load_batch(path)
-        trained |= {(s["env"], s["group"]) for s in batch.samples}
+        trained |= {(s["env"], s["group"]) for s in batch.sequences}
     assert trained | dropped == {(env, index) for _, env, index, _ in history} and not trained & dropped
     assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == list(range(steps))
 
@@ -206,7 +206,7 @@ def undisturbed(models, tmp_path_factory):
 
 KEYS = """step time version reward/mean reward/std rollout/tokens rollout/truncated rollout/errors rollout/forks
   group/kept group/flat staleness/mean staleness/max loss policy/entropy policy/kl_sampler policy/clip_frac
-  sync/dlogp_max sync/dlogp_mean reward/p10 reward/p50 reward/p90 optim/lr optim/grad_norm time/step_s
+  sync/dlogp_max sync/dlogp_mean optim/lr optim/grad_norm time/step_s
   time/wait_batch_s time/train_s time/sync_s perf/tokens_per_s perf/peak_gib""".split()
 EVAL_KEYS = (
     """step version_first version_last env reward/mean pass@1 pass@k n errors tokens truncated seconds rows""".split()
@@ -221,7 +221,7 @@ def test_the_undisturbed_run_is_strictly_on_policy_and_tells_all(undisturbed):
     shown = (undisturbed.parent / "launch0.log").read_text()
     assert "[launch] done" in shown and len(re.findall(r"^step ", shown, re.MULTILINE)) == STEPS
     for n, batch in enumerate(all_batches(undisturbed)):
-        assert all(set(s["versions"]) == {n} and s["age"] == 0 for s in batch.samples)
+        assert all(set(s["versions"]) == {n} and s["staleness"] == 0 for s in batch.sequences)
     assert [m["version"] for m in metrics] == [1, 2, 3, 4]
     for m in metrics:
         assert not set(KEYS) - set(m), set(KEYS) - set(m)
@@ -357,7 +357,7 @@ def test_a_kill_while_a_checkpoint_is_written_leaves_an_old_or_a_new_one(point, 
 
 # --- the watchdog, and servers that fail ------------------------------------------------------------------------------
 
-SHORT = ("watchdog=8", "inference.startup_timeout=60", "eval.hold_s=1")
+SHORT = ("watchdog=8", "orchestrator.generation_timeout=6", "inference.startup_timeout=60", "eval.hold_s=1")
 BLOCKS = '{ kind = "blocks" }'  # its method never lets the event loop go on, while a thread prints without end
 HANGS = {
     "a rank": ("fwd@1,2:19", ONE_TURN, "trainer", "in fault"),
@@ -418,7 +418,13 @@ def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
 ], 0))  # fmt: skip
 def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     fault, cause = case
-    limits = ("watchdog=15", "trainer.sync_timeout_s=5", "inference.startup_timeout=30", "eval.hold_s=1")
+    limits = (
+        "watchdog=15",
+        "orchestrator.generation_timeout=12",
+        "trainer.sync_timeout_s=5",
+        "inference.startup_timeout=30",
+        "eval.hold_s=1",
+    )
     run = Run(tmp_path, models["untied"], *OVERRIDES, *limits, *ONE, FAKE=json.dumps(fault))
     last = run.end(5 if "bias" in fault else 3)
     assert re.search(cause, last), last
@@ -517,7 +523,7 @@ def test_mistakes_are_found_before_a_server_starts(mistake, models, tmp_path):
 def assert_loads(path):
     """A checkpoint's files are what state.json says."""
     state = json.loads((path / "state.json").read_text())
-    assert state["step"] == int(path.name[5:]) and trainer.shards(path) == state["shards"] != {}
+    assert state["step"] == int(path.name[5:]) and trainer.shard_sizes(path) == state["shards"] != {}
     return state["step"]
 
 
@@ -584,7 +590,7 @@ def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(make_cfg, tmp_pa
         return assert_loads(max(place.glob("step_??????")))
 
     def save(step):
-        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg, {"ledger": {}})
+        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
 
     sys.addaudithook(hook)  # for the life of the process, but idle unless watching
     save(1)

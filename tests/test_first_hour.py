@@ -214,7 +214,7 @@ def test_the_trainers_own_logp_is_kept(small_run):
 
 def test_the_readme_quotes_what_is_printed():
     """The beginnings of its table."""
-    files = ("tools/advice.py", "tools/check.py", "trainer.py", "orchestrator.py")
+    files = ("tools/advice.py", "tools/check.py", "trainer.py", "orchestrator.py", "launch.py")
     source = " ".join((ROOT / name).read_text() for name in files)
     table = re.findall(r"^\| `(?:check: FAIL|warning:|(?=no finite))(.*?)`", READMES["tools/README.md"], re.MULTILINE)
     assert len(table) == 7

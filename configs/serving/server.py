@@ -12,12 +12,21 @@ from importlib.metadata import PackageNotFoundError, version
 
 from configs.runtime.role import end_with_parent
 
+VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes for new weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+# Without these it would take half of the memory, and call g++ for minutes.
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+
 if __name__ == "__main__":
+    for name, value in VARIABLES.items():
+        os.environ.setdefault(name, value)
     with suppress(PackageNotFoundError):
         version("vllm-cpu")  # only the build for CPUs has this name
-        # launch.py sets these itself. A server started by hand would call g++ for minutes and take half of the memory.
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        for name, value in ON_CPU.items():
+            os.environ.setdefault(name, value)
         sys.argv.append("--enforce-eager")
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 elif __name__ == "__mp_main__":

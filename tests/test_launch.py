@@ -1,0 +1,357 @@
+"""What launch.py would start, on machines that are not here, and parts of the launcher. test_crash.py has the rest."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+
+import pytest
+from conftest import BASE, ROOT, launch, lines, write_run
+
+import launch as launcher
+from configs import load_config
+from configs.runtime.role import RunError
+from launch import Machine, plan
+
+GIVEN = ["some.toml", "seed=0"]
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """planned("inference.gpus=2", gpus=[...], environ={...}, ...) -> {name: role}."""
+
+    def make(*overrides, gpus=(), cpus=8, size=1 << 30, environ=None, **more):
+        (tmp_path / "some.toml").write_text(BASE.format(model="m"))
+        cfg = load_config(tmp_path / "some.toml", [f"output_dir={tmp_path}", *overrides])
+        num = 0 if cfg.inference.urls else cfg.inference.gpus // cfg.inference.args["tensor_parallel_size"]
+        first = cfg.inference.port or 20001
+        environ = {"ROLEMODEL_RUN_ID": "name"} | (environ or {})
+        machine = Machine(
+            list(gpus), cpus, list(range(first, first + num)), "/proc/1/fd/2/tmp", size, environ, GIVEN, **more
+        )
+        return {role.name: role for role in plan(cfg, machine)}
+
+    return make
+
+
+def devices(roles):
+    return {name: role.env["CUDA_VISIBLE_DEVICES"] for name, role in roles.items()}
+
+
+def flags(role):
+    """{flag: its words}."""
+    found, name = {}, None
+    for word in role.argv[3:]:
+        if word.startswith("--"):
+            name = word
+        found.setdefault(name, []).extend([word] * (not word.startswith("--")))
+    return found
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus, overrides, expected", [
+    ("", [], {"inference": "", "trainer": ""}),
+    ("0", [], {"inference": "0", "trainer": "0"}),  # shared
+    ("0 1", [], {"inference": "0", "trainer": "1"}),
+    ("0 1 2", ["inference.gpus=2"], {"inference": "0", "inference1": "1", "trainer": "2"}),
+    ("0 1 2 3 4 5 6 7", ["inference.gpus=4", "trainer.gpus=4", "inference.args.tensor_parallel_size=2"],
+     {"inference": "0,1", "inference1": "2,3", "trainer": "4,5,6,7"}),
+    ("7 5 3 1", ["inference.gpus=2"], {"inference": "7", "inference1": "5", "trainer": "3"}),
+    ("7 5 3 1", ["inference.gpus=4"], {"inference": "7", "inference1": "5", "inference2": "3", "inference3": "1",
+                                       "trainer": "7"}),
+    ("GPU-8932f937 GPU-01234567", [], {"inference": "GPU-8932f937", "trainer": "GPU-01234567"}),
+    ("0 1", ['inference.urls=["http://127.0.0.1:8000"]', "trainer.gpus=2"], {"trainer": "0,1"}),
+])  # fmt: skip
+def test_devices(gpus, overrides, expected, planned):
+    """The first for servers, the next for ranks; the orchestrator has none."""
+    assert devices(planned(*overrides, gpus=gpus.split())) == {"orchestrator": ""} | expected
+
+
+def test_too_few_devices_are_refused(planned):
+    text = "inference.gpus = 5 and trainer.gpus = 1, but there are 4 GPUs"
+    with pytest.raises(RunError, match=text) as e:
+        planned("inference.gpus=5", gpus="0123")
+    assert e.value.code == 2
+
+
+def test_a_shared_gpu(planned):
+    """The trainer waits for the last server's port, and weights go by gloo."""
+    roles = planned("inference.gpus=2", gpus="01")
+    assert flags(roles["inference"])["--gpu-memory-utilization"] == ["0.4"]
+    assert roles["trainer"].argv[:2] == ["bash", "-c"] and roles["trainer"].argv[3] == "/dev/tcp/127.0.0.1/20002"
+    overrides = tomllib.loads(roles["trainer"].env["ROLEMODEL_OVERRIDES"])
+    assert overrides["trainer"] == {"sync_backend": "gloo"}
+    assert overrides["inference"]["urls"] == ["http://127.0.0.1:20001", "http://127.0.0.1:20002"]
+    own = planned(gpus="01")
+    assert "--gpu-memory-utilization" not in flags(own["inference"]) and own["trainer"].argv[0] == sys.executable
+    assert set(tomllib.loads(own["trainer"].env["ROLEMODEL_OVERRIDES"])) == {"inference"}
+
+
+@pytest.mark.parametrize("visible, listed, expected", [
+    (None, 3, ["0", "1", "2"]), ("2,0", 3, ["2", "0"]), ("", 3, []), ("0", 0, []), (None, 0, []),
+    ("GPU-a,GPU-b", 2, ["GPU-a", "GPU-b"]),
+])  # fmt: skip
+def test_gpus_are_found(visible, listed, expected, planned, make_cfg, tmp_path, monkeypatch):
+    """By nvidia-smi and CUDA_VISIBLE_DEVICES, which may hide all of them."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\nfor i in {' '.join(map(str, range(listed)))}; do echo GPU $i: NVIDIA H100; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine = launcher.look_around(make_cfg("inference.gpus=2"), GIVEN, "trainer.py", "tmp")
+    assert machine.gpus == expected
+    assert len(set(machine.ports)) == 2 and all(20000 <= port < 32000 for port in machine.ports)
+    assert 0 < machine.model_size < 1 << 22
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def test_vllms_flags(planned):
+    found = flags(planned(gpus="01")["inference"])
+    assert found["--model"] == ["m"] and found["--dtype"] == ["float32"] and found["--seed"] == ["0"]
+    assert found["--served-model-name"] == ["name"] and found["--port"] == ["20001"]
+    assert found["--max-model-len"] == ["64"] and found["--host"] == ["127.0.0.1"]
+    assert found["--worker-extension-cls"] == ["trainer.WeightReceiver"]
+    assert found["--tensor-parallel-size"] == ["1"] and found["--generation-config"] == ["vllm"]
+    absent = {"--enable-lora", "--chat-template", "--enforce-eager", "--hf-overrides", "--enable-sleep-mode"}
+    assert not absent & set(found) and not any(flag.startswith("--no-") for flag in found)
+
+
+def test_vllms_flags_without_a_gpu(planned):
+    found = planned("inference.gpus=2")["inference1"]
+    assert flags(found)["--worker-extension-cls"] == ["configs.serving.cpu_receiver.WeightReceiver"]
+    assert "--enforce-eager" in flags(found) and found.argv[:3] == [sys.executable, "-m", "configs.serving.server"]
+    assert flags(found)["--distributed-executor-backend"][0].endswith("UniProcExecutor")
+    two = planned("inference.gpus=2", "inference.args.tensor_parallel_size=2")
+    assert "--distributed-executor-backend" not in flags(two["inference"]) and "inference1" not in two
+
+
+@pytest.mark.parametrize("rank, most", [(1, "8"), (8, "8"), (9, "16"), (300, "512"), (512, "512")])
+def test_vllms_flags_for_adapters(rank, most, planned):
+    """Sent in 16 bits alone: in fp32 they are merged."""
+    lora = ("trainer.use_lora=true", f"trainer.lora_rank={rank}", "orchestrator.max_staleness=2")
+    found = flags(planned(*lora, "trainer.dtype=bf16")["inference"])
+    assert found["--max-lora-rank"] == [most] and found["--max-loras"] == ["5"] and found["--dtype"] == ["bfloat16"]
+    assert "--enable-lora" in found and "--enable-lora" not in flags(planned(*lora)["inference"])
+
+
+def test_vllms_flags_of_the_user(planned):
+    """They replace ours."""
+    more = ["inference.args.enforce_eager=false", "inference.args.hf_overrides={a = 1}"]
+    more += ["inference.args.cudagraph_capture_sizes=[1, 2]", "inference.args.enable_auto_tool_choice=true"]
+    found = flags(planned(*more, "inference.args.gpu_memory_utilization=0.3", gpus="0")["inference"])
+    assert found["--no-enforce-eager"] == [] and "--enforce-eager" not in found
+    assert json.loads(found["--hf-overrides"][0]) == {"a": 1} and found["--cudagraph-capture-sizes"] == ["1", "2"]
+    assert found["--enable-auto-tool-choice"] == [] and found["--gpu-memory-utilization"] == ["0.3"]
+    head = flags(planned("trainer.head_dtype=fp32", "chat_template=t.jinja")["inference"])
+    assert json.loads(head["--hf-overrides"][0]) == {"head_dtype": "float32"} and head["--chat-template"] == ["t.jinja"]
+
+
+def test_servers_elsewhere(planned):
+    urls = '["http://127.0.0.1:8000","http://127.0.0.1:8001"]'
+    roles = planned(f"inference.urls={urls}", gpus="0")
+    assert list(roles) == ["orchestrator", "trainer"]
+    env = roles["orchestrator"].env
+    assert tomllib.loads(env["ROLEMODEL_OVERRIDES"])["inference"]["urls"] == json.loads(urls)
+    assert env["ROLEMODEL_POLICY_URL"] == "http://127.0.0.1:8000/v1" and "GLOO_SOCKET_IFNAME" not in env
+
+
+def test_a_stand_in_for_vllm(planned):
+    role = planned(environ={"SERVER": "python fake.py --slow"})["inference"]
+    assert role.argv[:5] == ["python", "fake.py", "--slow", "--model", "m"] and role.argv[-2:] == ["--port", "20001"]
+
+
+def test_ports(make_cfg):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        text = f"port {port} is in use: leave inference.port out, or set another"
+        with pytest.raises(RunError, match=text):
+            launcher.choose_ports(make_cfg(f"inference.port={port - 1}", "inference.gpus=2").inference)
+    assert launcher.choose_ports(make_cfg(f"inference.port={port}").inference) == [port]
+
+
+# --- the trainer, and what all have in common -------------------------------------------------------------------------
+
+
+def test_the_trainers_command(planned):
+    argv = planned("trainer.gpus=2")["trainer"].argv
+    assert argv[1:3] == ["-m", "torch.distributed.run"] and "--standalone" in argv
+    assert argv[argv.index("--nproc-per-node") + 1] == "2"
+    assert argv[-7:] == ["setpriv", "--pdeathsig", "KILL", sys.executable, "trainer.py", *GIVEN]
+    assert planned(script="tools/check.py")["trainer"].argv[-3] == "tools/check.py"
+
+
+def test_several_nodes(planned):
+    nodes = {"NNODES": "2", "MASTER_ADDR": "10.0.0.1"}
+    role = planned(environ=nodes)["trainer"]
+    assert {"--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "10.0.0.1:29500"} <= set(role.argv)
+    assert "--standalone" not in role.argv and "GLOO_SOCKET_IFNAME" not in role.env
+    assert "10.0.0.1:7000" in planned(environ=nodes | {"MASTER_PORT": "7000"})["trainer"].argv
+    assert planned()["trainer"].env["NCCL_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(RunError, match="NNODES needs MASTER_ADDR"):
+        planned(environ={"NNODES": "2"})
+
+
+def test_threads(planned):
+    def threads(*args, **kwargs):
+        return {name: role.env.get("OMP_NUM_THREADS") for name, role in planned(*args, **kwargs).items()}
+
+    assert threads() == {"orchestrator": "1", "inference": "4", "trainer": "8"}
+    assert threads("trainer.gpus=2", "inference.gpus=2")["trainer"] == "4"
+    assert threads(size=1 << 20)["trainer"] == "4"  # a small model
+    assert threads(cpus=1, size=1 << 20) == {"orchestrator": "1", "inference": "1", "trainer": "1"}
+    assert threads(environ={"OMP_NUM_THREADS": "3"}) == {"orchestrator": "1", "inference": "3", "trainer": "3"}
+    assert threads(gpus="01")["inference"] is None
+
+
+def test_variables(planned):
+    roles = planned("inference.startup_timeout=999", environ={"PYTHONPATH": "/a", "TORCHINDUCTOR_CACHE_DIR": "/b"})
+    env = roles["inference"].env
+    assert env["PYTHONPATH"] == f"{ROOT}:/a" and planned()["trainer"].env["PYTHONPATH"] == str(ROOT)
+    assert env["VLLM_ENGINE_READY_TIMEOUT_S"] == "999" and env["TORCHINDUCTOR_CACHE_DIR"] == "/b"
+    assert env["TMPDIR"] == "/proc/1/fd/2/tmp" and "TMPDIR" not in roles["trainer"].env
+    assert all(role.env["PYTHONFAULTHANDLER"] == "1" for role in roles.values())
+    assert "MALLOC_MMAP_MAX_" in env and "MALLOC_MMAP_MAX_" not in planned(gpus="01")["inference"].env
+
+
+def test_a_local_model_and_one_to_be_prepared(planned):
+    """The script makes the TOML's model, no other; the rows may be on the hub even if the model is local."""
+    online = planned(size=-1)
+    assert "prepare" not in online and all("HF_HUB_OFFLINE" not in role.env for role in online.values())
+    for roles in (planned(), planned("prepare=make.py", size=-1)):
+        assert ["HF_HUB_OFFLINE" in roles[name].env for name in ("orchestrator", "inference", "trainer")] == [0, 1, 1]
+    assert roles["prepare"].argv == [sys.executable, "make.py", *GIVEN] and list(roles)[0] == "prepare"
+    assert "prepare" not in planned("prepare=make.py")
+
+
+# --- the supervisor ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word, logged", [
+    ("env.args.api_key=sk-1", "env.args.api_key=REDACTED"),
+    ('env.args={ api_key = "sk 1", n = 5 }', 'env.args={ api_key = "REDACTED", n = 5 }'),
+    ('env.args={"judge_token" = "sk-1"}', 'env.args={"judge_token" = "REDACTED"}'),
+    ("sampling.max_tokens=5 tokenizer=x", "sampling.max_tokens=5 tokenizer=x"),
+])  # fmt: skip
+def test_logs_do_not_keep_secrets_of_the_command_line(word, logged):
+    assert shlex.split(launcher.redacted(["python", word, "max_steps=3"])) == ["python", logged, "max_steps=3"]
+
+
+def test_descendants_are_found_parents_first():
+    nested = "import subprocess, sys, time; subprocess.Popen(['sleep', '60']); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", nested], start_new_session=True)
+    deadline = time.monotonic() + 20
+    while len(found := launcher.descendants(os.getpid())) < 2 or "sleep" not in open(f"/proc/{found[-1]}/comm").read():
+        assert time.monotonic() < deadline
+    assert found[found.index(process.pid) + 1] in launcher.descendants(process.pid)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def test_a_script_that_takes_too_long_to_prepare(models, tmp_path):
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(60)\n")
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+    toml.write_text(toml.read_text().replace(str(models["untied"]), f"{tmp_path}/none"))
+    done = launch(toml, f"prepare={tmp_path}/slow.py", "prepare_timeout=2", check=False)
+    assert done.returncode == 3 and "[launch] preparing" in done.stdout
+    assert re.search(r"no role made progress for 2 s .watchdog.*role=prepare pid=\d+ exit=3", done.stderr)
+    assert "Fatal Python error: Aborted" in (tmp_path / "run" / "logs" / "prepare.log").read_text()
+
+
+def test_a_script_that_fails_to_prepare(models, tmp_path):
+    (tmp_path / "bad.py").write_text("raise SystemExit('no model today')\n")
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+    toml.write_text(toml.read_text().replace(str(models["untied"]), f"{tmp_path}/none"))
+    done = launch(toml, f"prepare={tmp_path}/bad.py", check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 3 and "no model today" in done.stderr
+    assert re.match(r"\[launch\] ended with status 1 before the run was done \(role=prepare pid=\d+ exit=3 log=", last)
+
+
+def test_a_program_that_is_not_there(models, tmp_path):
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "noise" }')
+    done = launch(toml, check=False, SERVER="no-such-program")
+    text = "[launch] [Errno 2] No such file or directory: 'no-such-program' (exit=3)"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (3, text)
+    assert not (tmp_path / "run" / "tmp").exists()
+
+
+@pytest.mark.slow
+def test_orphans_are_reaped_while_the_run_goes_on_and_nothing_is_left(models, tmp_path):
+    """A task that starts processes and forgets them; the last one outlives the orchestrator."""
+    task = """
+import random
+import subprocess
+from env import Rubric, SingleTurnEnv
+
+def reward():
+    subprocess.run(["sh", "-c", "sleep 0.1 & sleep 0.2 &"])
+    subprocess.run(["sh", "-c", "sleep 300 & :"])
+    return random.random()
+
+def load_environment():
+    return SingleTurnEnv([{"question": "hello"}], rubric=Rubric([reward]))
+"""
+    (tmp_path / "forgets.py").write_text(task)
+    toml = write_run(tmp_path, models["untied"], 2, '[env]\nid = "forgets"')
+    done = launch(toml, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines(tmp_path / "run" / "metrics.jsonl")
+    left = subprocess.run(["pgrep", "-fx", "sleep 300"], capture_output=True, text=True).stdout
+    assert not left, left
+
+
+# --- launch.sh --------------------------------------------------------------------------------------------------------
+
+
+def sh(*args, **env):
+    return subprocess.run(
+        ["bash", str(ROOT / "launch.sh"), *args], capture_output=True, text=True, env=os.environ | env
+    )
+
+
+def test_help_is_printed():
+    for option in ("-h", "--help"):
+        done = sh("x.toml", option)
+        assert done.returncode == 0 and done.stdout.startswith("bash launch.sh config.toml [table.key=value ...]")
+    assert sh().returncode == 2 and "--check: look for" in sh().stdout
+
+
+def test_tools_that_are_missing_are_named(tmp_path):
+    for tool in ("bash", "realpath", "dirname"):
+        (tmp_path / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    done = sh("x.toml", PATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (2, "[launch] flock is missing: install util-linux (exit=2)\n")
+
+
+def test_an_old_python_is_named(tmp_path):
+    """And a .venv that it made is not taken for one of ours."""
+    root, tools = tmp_path / "copy", tmp_path / "bin"
+    (root / ".venv" / "bin").mkdir(parents=True)
+    tools.mkdir()
+    for name in ("launch.sh", "requirements-cpu.txt"):
+        (root / name).write_bytes((ROOT / name).read_bytes())
+    (root / ".venv" / "requirements.txt").write_bytes((ROOT / "requirements-cpu.txt").read_bytes())
+    names = ("bash", "realpath", "dirname", "flock", "setpriv", "grep", "sed", "cmp", "cp", "cat")
+    for tool in names:
+        (tools / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    for old in (tools / "python3", root / ".venv" / "bin" / "python"):
+        old.write_text("#!/bin/sh\nexit 1\n")  # no tomllib
+        old.chmod(0o755)
+    command = ["bash", str(root / "launch.sh"), "x.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tools), "KIND": "cpu"})
+    text = "[launch] no Python of 3.11 or later is here: install one, or name it by PYTHON (exit=2)\n"
+    assert (done.returncode, done.stderr) == (2, text)
