@@ -18,7 +18,6 @@ import gc
 import itertools
 import json
 import os
-import time
 import traceback
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor

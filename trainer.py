@@ -1044,7 +1044,8 @@ def refuse_non_finite(tensors, what):
         part = local(tensor)
         if not part.sum().isfinite() and not part.isfinite().all():  # a finite sum is quick to see, but may overflow
             bad.append(name)
-    require(not bad, NUMERICS, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0] if bad else ''}")
+    if bad:
+        raise RunError(NUMERICS, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0]}")
 
 
 def state_of(policy, optimizer):

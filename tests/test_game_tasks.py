@@ -21,7 +21,6 @@ from configs.tasks import judge_style, wordle
 from configs.tasks import reasoning_gym as rg
 from env import Rubric, SingleTurnEnv, load_environment
 
-
 # --- wordle -----------------------------------------------------------------------------------------------------------
 
 
