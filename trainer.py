@@ -265,7 +265,9 @@ def full(tensor):
 
 # A training sequence is a dict of metadata (env, group, rollout, agent, reward, ...) and per-token fields, tensors [L].
 Batch = namedtuple("Batch", "sequences info")
-SHAPES = {"cpu": (4, 128), "cuda": (64, 1024)}  # widths are multiples of; a pass costs as much as so many tokens
+# Widths of micro-batches are multiples of the first number; a pass costs as much as the second number of tokens.
+Shape = namedtuple("Shape", "multiple overhead")
+SHAPES = {"cpu": Shape(4, 128), "cuda": Shape(64, 1024)}
 
 
 def load_batch(path, cfg=None, step=None):
@@ -322,8 +324,11 @@ def partition_by_length(lens, budget, ranks, multiple, overhead):
     return parts
 
 
-def pad_fields(sequences, width):
-    """{name: [B, width]} of per-token fields, padded on the right, and of numbers, which are every token's."""
+def pad_fields(sequences, multiple):
+    """{name: [B, W]} of per-token fields, padded on the right, and of numbers, which are every token's. W is a multiple
+    of `multiple`."""
+    longest = max(len(s["tokens"]) for s in sequences)
+    width = multiple * math.ceil(max(2, longest) / multiple)
     fields = {}
     for name in {}.fromkeys(chain(*sequences)):
         values = [s.get(name) for s in sequences]
@@ -350,22 +355,25 @@ def collate(sequences, device):
 
     If there is no loss token, one of padding with mask_N = False stands in: every rank makes the same passes."""
     # 1. Fields, padded to a common width.
-    multiple = SHAPES[device.type][0]
-    longest = max(len(s["tokens"]) for s in sequences)
-    width = multiple * math.ceil(max(2, longest) / multiple)
-    fields = {"temperature": torch.ones(len(sequences), width)}
-    fields |= pad_fields(sequences, width)
+    multiple = SHAPES[device.type].multiple
+    fields = pad_fields(sequences, multiple)
     # 2. The loss tokens.
-    is_loss_BW = fields["mask"] | (fields["ce"] != 0)
+    has_ce_BW = fields["ce"] != 0
+    is_loss_BW = fields["mask"] | has_ce_BW
     if not is_loss_BW.any():
         is_loss_BW[0, 1] = True
-    row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
+    index_N = is_loss_BW.flatten().nonzero().squeeze(1)
+    width = is_loss_BW.shape[1]
     # 3. What the model and the loss ask of them.
-    micro = {"ids_BW": fields["tokens"].long(), "row_N": row_N}
-    micro["index_N"] = row_N * width + position_N - 1
+    micro = {"temperature_N": torch.ones(len(index_N))}
     for name, x_BW in fields.items():
         micro[f"{name}_N"] = x_BW[is_loss_BW]
-    return {name: x.to(device, non_blocking=True) for name, x in micro.items()}
+    micro["ids_BW"] = fields["tokens"].long()
+    micro["row_N"] = index_N // width
+    micro["index_N"] = index_N - 1
+    for name, x in micro.items():
+        micro[name] = x.to(device, non_blocking=True)
+    return micro
 
 
 def make_micros(policy, sequences, info, cfg):
@@ -520,7 +528,9 @@ def compute_loss(micro, logp_N, entropy_N, t):
     # 3. Imitation, of tokens whoever said them.
     ce_N = -micro["ce_N"] * logp_N
     policy_N = torch.where(micro["mask_N"], policy_N, 0)
-    return policy_N / micro["tokens"] + ce_N / micro["ce_tokens"], logs
+    loss_N = policy_N / micro["tokens"]
+    loss_N = loss_N + ce_N / micro["ce_tokens"]
+    return loss_N, logs
 
 
 def add_fields(policy, sequences, info, cfg):
@@ -644,7 +654,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
     num_tokens = max(1, sum(int(s["mask"].sum()) for s in sequences))
-    logp_T = torch.zeros(batch.info["num_tokens"], device=policy.device)
+    num_all = batch.info["num_tokens"]
+    logp_T = torch.zeros(num_all, device=policy.device)
     # 1. What is a function of the step: the learning rate and, with the rank, dropout.
     set_learning_rate(optimizer, step, cfg)
     draw = step * dist.get_world_size() + dist.get_rank()
@@ -653,12 +664,16 @@ def train_step(policy, optimizer, batch, step, cfg):
     check_tokens(policy, sequences)
     add_advantages(sequences, t)
     add_fields(policy, sequences, batch.info, cfg)
-    scale = 4096.0 if t.dtype == "fp16" else 1.0  # keeps gradients out of fp16's subnormals
+    scale = 1.0
+    if t.dtype == "fp16":
+        scale = 4096.0  # keeps gradients out of fp16's subnormals
     sums = Counter()
     skipped = 0
     for update in range(t.updates_per_batch):
-        for part in draw_minibatches(sequences, (cfg.run.seed, step, update), t.minibatches):
+        seed = (cfg.run.seed, step, update)
+        for part in draw_minibatches(sequences, seed, t.minibatches):
             micros = make_micros(policy, part, batch.info, cfg)
+            share = len(part) / len(sequences)
             for micro in micros:
                 # 3. Log-probabilities of the loss tokens.
                 heartbeat()
@@ -672,9 +687,9 @@ def train_step(policy, optimizer, batch, step, cfg):
                 # 5. What is logged is of the first pass.
                 if update == 0:
                     logs["policy/entropy"] = entropy_N
-                    logs["policy/kl_sampler"] = k3(logp_N - micro["old_logp_N"])
+                    log_r_N = logp_N - micro["old_logp_N"]
+                    logs["policy/kl_sampler"] = k3(log_r_N)
                     add_up(sums, logs, micro["mask_N"])
-                    share = len(part) / len(sequences)
                     sums["loss"] += loss_N.detach().sum() * share * num_tokens
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
@@ -686,8 +701,9 @@ def train_step(policy, optimizer, batch, step, cfg):
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
     metrics["optim/grad_norm"] = grad_norm
     metrics["optim/skipped"] = skipped
-    metrics["time/train_s"] = time.perf_counter() - started
-    metrics["perf/tokens_per_s"] = t.updates_per_batch * len(logp_T) / metrics["time/train_s"]
+    seconds = time.perf_counter() - started
+    metrics["time/train_s"] = seconds
+    metrics["perf/tokens_per_s"] = t.updates_per_batch * num_all / seconds
     metrics["perf/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # 0 without CUDA
     return metrics, logp_T
 
