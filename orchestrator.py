@@ -363,8 +363,8 @@ def unusable(rollouts):
     scored = [r for r in rollouts if r.reward is not None]
     if len(scored) < 2:
         return "failed" if any(r.error for r in rollouts) else "long"
-    masks = [s["mask"] for r in scored for s in r.sequences]
-    return "" if np.any(np.concatenate(masks)) else "empty"
+    is_trained = any(s["trainable"] and s["mask"].any() for r in scored for s in r.sequences)
+    return "" if is_trained else "empty"
 
 
 def deal(ratios):

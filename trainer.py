@@ -653,6 +653,7 @@ def train_step(policy, optimizer, batch, step, cfg):
     t = cfg.trainer
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
+    require(sequences, DATA, f"step {step}: no sequence of the batch is trainable")
     num_tokens = max(1, sum(int(s["mask"].sum()) for s in sequences))
     num_all = batch.info["num_tokens"]
     logp_T = torch.zeros(num_all, device=policy.device)
