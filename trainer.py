@@ -148,9 +148,9 @@ class Policy(nn.Module):
             weights[name] = p.float() if p.requires_grad or self.head_dtype else p
         size = max(1, self.CHUNK // self.vocab)
         target_N = micro["tokens_N"].long()
-        chunks = zip(hidden_ND.split(size), target_N.split(size), micro["temperature_N"].split(size))
+        temperature_N = micro["temperature_N"]
         outputs = []
-        for chunk in chunks:
+        for chunk in zip(hidden_ND.split(size), target_N.split(size), temperature_N.split(size)):
             outputs.append(checkpoint(self.head, weights, *chunk, use_reentrant=False))
         logp, entropy = zip(*outputs)
         return torch.cat(logp), torch.cat(entropy)  # no views: FSDP2's hooks would be lost with them
@@ -376,18 +376,22 @@ def collate(sequences, device):
     return micro
 
 
+def count(sequences, weight):
+    """The number of tokens with a weight that is not 0; at least 1, since it is a divisor."""
+    return max(1, sum(int(s[weight].count_nonzero()) for s in sequences))
+
+
 def make_micros(policy, sequences, info, cfg):
     """This rank's padded micro-batches, as many as every other rank has. Each knows the numbers of the whole optimizer
     step, over all micro-batches and ranks: sequences, and tokens and ce_tokens, those with a weight in that term."""
     world = dist.get_world_size()
-    num_tokens = sum(int(s["mask"].sum()) for s in sequences)
-    num_ce = sum(int(s["ce"].count_nonzero()) for s in sequences)
     numbers = {"sequences": len(sequences), "max_tokens": info["max_tokens"]}
-    numbers |= {"tokens": max(1, num_tokens), "ce_tokens": max(1, num_ce)}
+    numbers |= {"tokens": count(sequences, "mask"), "ce_tokens": count(sequences, "ce")}
     lens = [len(s["tokens"]) for s in sequences]
     budget = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
-    first = sequences[0]  # a rank without a row computes this one, untrained
-    untrained = first | {"mask": torch.zeros_like(first["mask"]), "ce": torch.zeros_like(first["ce"])}
+    untrained = dict(sequences[0])  # what a rank without a row computes
+    for name in ("mask", "ce"):
+        untrained[name] = torch.zeros_like(untrained[name])
     micros = []
     for part in partition_by_length(lens, budget, world, *SHAPES[policy.device.type]):
         rows = [sequences[i] for i in part[dist.get_rank() :: world]]
@@ -583,11 +587,14 @@ def schedule(step, t, total):
     return {"linear": left, "cosine": cosine}.get(t.lr_scheduler_type, 1.0)
 
 
-def set_learning_rate(optimizer, step, cfg):
-    """Every parameter group keeps its own rate, times the schedule's share."""
+def begin_step(optimizer, step, cfg):
+    """Sets what is a function of the step, so that a resumed run repeats it: learning rate and, by rank, dropout."""
     share = schedule(step, cfg.trainer, cfg.run.max_steps)
     for group in optimizer.param_groups:
-        group["lr"] = share * group.setdefault("initial_lr", group["lr"])
+        initial_lr = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = share * initial_lr
+    draw = step * dist.get_world_size() + dist.get_rank()
+    torch.manual_seed((cfg.run.seed << 32) + draw)
 
 
 def make_optimizer(policy, t):
@@ -595,8 +602,9 @@ def make_optimizer(policy, t):
     params = list(policy.trained().values())
     if t.optimizer:
         return configs.find(t.optimizer)(params, t)
-    options = {"lr": t.learning_rate, "betas": (0.9, t.adam_beta2), "weight_decay": t.weight_decay}
-    return torch.optim.AdamW(params, fused=True, **options)
+    betas = (0.9, t.adam_beta2)
+    options = {"lr": t.learning_rate, "weight_decay": t.weight_decay}
+    return torch.optim.AdamW(params, betas=betas, fused=True, **options)
 
 
 def draw_minibatches(sequences, seed, num):
@@ -654,13 +662,11 @@ def train_step(policy, optimizer, batch, step, cfg):
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
     require(sequences, DATA, f"step {step}: no sequence of the batch is trainable")
-    num_tokens = max(1, sum(int(s["mask"].sum()) for s in sequences))
+    num_tokens = count(sequences, "mask")
     num_all = batch.info["num_tokens"]
     logp_T = torch.zeros(num_all, device=policy.device)
-    # 1. What is a function of the step: the learning rate and, with the rank, dropout.
-    set_learning_rate(optimizer, step, cfg)
-    draw = step * dist.get_world_size() + dist.get_rank()
-    torch.manual_seed((cfg.run.seed << 32) + draw)
+    # 1. The learning rate and the seed of dropout.
+    begin_step(optimizer, step, cfg)
     # 2. What must be known before the first update.
     check_tokens(policy, sequences)
     add_advantages(sequences, t)
@@ -770,10 +776,11 @@ def send_group(group, tensors, device, limit):
     """Broadcasts a group of tensors behind a header: its length, and in JSON their names, shapes and dtypes."""
     about = []
     for name, w in tensors.items():
-        about.append((name, list(w.shape), str(w.dtype).removeprefix("torch.")))
-    text = json.dumps(about).encode()
+        dtype = str(w.dtype).removeprefix("torch.")
+        about.append((name, list(w.shape), dtype))
+    text = list(json.dumps(about).encode())
     broadcast(group, torch.tensor([len(text)], device=device), limit)
-    broadcast(group, torch.tensor(list(text), dtype=torch.uint8, device=device), limit)
+    broadcast(group, torch.tensor(text, device=device), limit)
     for w in tensors.values():
         broadcast(group, w.to(device).contiguous())
 
@@ -782,7 +789,7 @@ def receive_groups(group, device, limit):
     """The other end of send_group: yields (name, tensor) until an empty group comes."""
     while True:
         size = broadcast(group, torch.tensor([0], device=device), limit)
-        text = broadcast(group, torch.empty(int(size), dtype=torch.uint8, device=device), limit)
+        text = broadcast(group, torch.zeros(int(size), dtype=torch.int64, device=device), limit)
         about = json.loads(bytes(text.tolist()))
         if not about:
             return
@@ -826,8 +833,8 @@ class WeightSender:
         args = self.cfg.inference.args
         workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         self.spec |= {"host": host, "port": port, "size": 1 + workers * len(self.urls)}
-        ranks = [{"first": 1 + workers * i} for i in range(len(self.urls))]
-        with self.workers_do("join_weight_group", ranks):
+        firsts = range(1, self.spec["size"], workers)
+        with self.workers_do("join_weight_group", [{"first": rank} for rank in firsts]):
             self.group = make_group(self.store, 0, self.spec)
 
     def wait_ready(self, url):
@@ -853,7 +860,8 @@ class WeightSender:
         return reply.json() if reply.text.startswith("{") else {}
 
     def post_all(self, path, body=None):
-        return list(self.pool.map(lambda url: self.post(url, path, body), self.urls))
+        calls = [self.pool.submit(self.post, url, path, body) for url in self.urls]
+        return [call.result() for call in calls]
 
     @contextlib.contextmanager
     def workers_do(self, method, specs):
@@ -962,12 +970,12 @@ def servers_asleep(sender, cfg):
 # --- does everybody compute the same? ---------------------------------------------------------------------------------
 
 
-def score(policy, rows, firsts):
-    """Log-probabilities, in one padded micro-batch, of each row's tokens from number firsts[row] on."""
+def score(policy, rows, most):
+    """Log-probabilities, in one padded micro-batch, of the last `most` tokens of each row, but never of its first."""
     sequences = []
-    for row, first in zip(rows, firsts):
-        mask = torch.arange(len(row)) >= first
+    for row in rows:
         tokens = torch.tensor(row)
+        mask = torch.arange(len(row)) >= max(1, len(row) - most)
         sequences.append({"tokens": tokens, "mask": mask, "ce": torch.zeros(len(row))})
     return policy(collate(sequences, policy.device))[0]
 
@@ -976,7 +984,8 @@ def compare(logp_N, other_N, t, mean_limit, code, what):
     """The largest and the mean difference, in nats. Raises RunError if in fp32 the largest is above 1e-3, or in 16 bits
     the mean above mean_limit; trainer.max_sync_dlogp is another limit."""
     diff_N = (logp_N[: len(other_N)] - other_N).abs()
-    numbers = {"sync/dlogp_max": float(diff_N.max()), "sync/dlogp_mean": float(diff_N.mean())}
+    numbers = {"sync/dlogp_max": diff_N.max().item()}
+    numbers["sync/dlogp_mean"] = diff_N.mean().item()
     key = "sync/dlogp_mean"
     if t.dtype == "fp32":
         key = "sync/dlogp_max"
@@ -1007,7 +1016,7 @@ def check_policy(policy, cfg):
     own_N = torch.cat([policy.plain(row) for row in rows])
     policy.train()
     longest = (rows[0] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
-    logp_N = score(policy, [*rows, longest], [1] * (len(rows) + 1))
+    logp_N = score(policy, [*rows, longest], cfg.run.max_seq_len)
     what = f"model = {cfg.run.model!r} cannot be trained: padded rows in training mode differ from its own forward"
     why = "dropout or noise of its own, logits that are not head(base model), rows that mix, or RoPE by length"
     # 0.2: in 16 bits tokens that no policy would say differ more.
@@ -1035,7 +1044,7 @@ def canary(sender, policy, version, cfg, batch):
     rows = canary_rows(batch, num_servers, cfg) if batch else random_rows(policy, cfg)
     policy.eval()
     if not sender:
-        score(policy, rows[:1], [0])  # takes part in the forward
+        score(policy, rows[:1], SAID)  # takes part in the forward
         policy.train()
         return {}
     whole = []
@@ -1043,7 +1052,7 @@ def canary(sender, policy, version, cfg, batch):
     for row, (ids, logps) in zip(rows * num_servers, sender.say(version, rows)):
         whole.append(row + ids)
         others += logps
-    logp_N = score(policy, whole, [len(row) - SAID for row in whole])
+    logp_N = score(policy, whole, SAID)
     policy.train()
     other_N = torch.tensor(others, device=policy.device)
     what = f"canary after sync of version {version}: trainer and server differ"
@@ -1141,7 +1150,8 @@ def write_final(run_dir, policy, cfg):
     tensors = {}
     for group in stream_weights(policy.model, DTYPES[t.dtype], t.use_lora):
         if dist.get_rank() == 0:
-            tensors |= {name: tensor.cpu().contiguous() for name, tensor in group.items()}
+            for name, tensor in group.items():
+                tensors[name] = tensor.cpu().contiguous()
     if dist.get_rank() > 0:
         return
     if t.use_lora:

@@ -542,7 +542,7 @@ RUNTIME = {module_name(path) for path in SETUP}
         (ROOT / "trainer.py", RUNTIME),
         (ROOT / "orchestrator.py", RUNTIME | {"env"}),
         (ROOT / "env.py", set()),
-        (LAUNCHER, RUNTIME),
+        (LAUNCHER, RUNTIME | {"configs.serving.flags"}),
         *[(path, RUNTIME - {"configs"}) for path in SETUP],
     ],
     ids=lambda value: module_name(value) if isinstance(value, Path) else "",

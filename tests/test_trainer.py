@@ -506,7 +506,7 @@ def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
         waste.append(sum(len(part) * -(-max(lens[part]) // 64) * 64 for part in parts) / lens.sum() - 1)
         for part in (parts[0], parts[len(parts) // 2], min(parts, key=len)):
             rows = [torch.randint(64, [length]).tolist() for length in lens[part] // 32 + 1]
-            trainer.score(policy, rows, [1] * len(rows)).sum().backward()
+            trainer.score(policy, rows, 10**6).sum().backward()
         graphs.append(seen["unique_graphs"])
     assert graphs[0] > 1 and graphs[19] == graphs[-1], graphs
     assert np.mean(waste) <= 0.04
@@ -528,11 +528,11 @@ def test_every_pass_of_a_run_is_compiled(how, make_cfg, monkeypatch):
         trainer.check_policy(policy, cfg)
         for _ in range(4):
             with torch.no_grad():  # the canary
-                trainer.score(policy.eval(), trainer.random_rows(policy, cfg), [1] * len(trainer.CANARY))
+                trainer.score(policy.eval(), trainer.random_rows(policy, cfg), 10**6)
             policy.train()
             for num, width in ((1, 40), (3, 33), (8, 9)):
                 rows = torch.randint(64, [num, width], generator=draw).tolist()
-                trainer.score(policy, rows, [1] * num).sum().backward()
+                trainer.score(policy, rows, 10**6).sum().backward()
 
 
 class Waits(TorchDispatchMode):
@@ -1234,7 +1234,7 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
         sent = {name: w + 1 for name, w in sent.items()}
     assert routes == ["/collective_rpc", *["/pause", "/collective_rpc", "/resume"] * 2]
     sent["c"] /= 0
-    with pytest.raises(RunError, match=r"sync of version 3: 1 of 4 tensors are not finite, the first is \['c'\]") as e:
+    with pytest.raises(RunError, match=r"sync of version 3: 1 of 4 tensors are not finite, the first is c") as e:
         trainer.send_weights(sender, SimpleNamespace(model=None), 3, cfg)
     assert e.value.code == 5 and routes[-1] != "/resume"
 
