@@ -426,6 +426,15 @@ def end_all():
     signal.alarm(0)
 
 
+def is_complete(run_dir, steps, mine):
+    """Whether the run has been done. Raises RunError with CONFIG if it was another run."""
+    if read_int(run_dir / "done") < steps:
+        return False
+    is_mine = (run_dir / "identity").read_text() == f"{mine}\n"
+    require(is_mine, CONFIG, f"{run_dir} belongs to another run: choose another run_name")
+    return True
+
+
 def main(argv):
     began = time.monotonic()
     args = [arg for arg in argv if arg != "--check"]
@@ -439,9 +448,7 @@ def main(argv):
     steps = cfg.run.max_steps
     run_dir = run_directory(cfg)
     mine = json.dumps(identity(cfg))
-    if read_int(run_dir / "done") >= steps:
-        is_mine = (run_dir / "identity").read_text() == f"{mine}\n"
-        require(is_mine, CONFIG, f"{run_dir} is of another run: choose another run_name")
+    if is_complete(run_dir, steps, mine):
         return say(f"[launch] already complete: {run_dir} has its {steps} steps; set max_steps higher, or run_name")
     claim(run_dir)
 
