@@ -47,6 +47,7 @@ COMMON = {
 ON_CPU = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}  # freed memory is kept: a tenth faster
 
 LEFT_OVER = ("tmp", "adapters", "*.tmp", "batches/*.tmp", "checkpoints/*.tmp")
+SHOWN = ("trainer", "orchestrator", "watch")  # roles of whose logs the console has these lines
 CONSOLE = rb"(step|eval|batch|rollout|(run|check|warning|time|result):)"
 READY = "[orchestrator] ready"
 REPORT = r"\[([a-z]+)\] exit=(\d+) pid=(\d+ rank=\d+) (.*)"
@@ -282,9 +283,10 @@ class Supervisor:
             )
         self.roles[role.name] = process
         self.watch(role.name, process.pid)
-        reader = open(path, "rb")
-        reader.seek(0, os.SEEK_END)
-        self.consoles[reader] = b""
+        if role.name in SHOWN:
+            reader = open(path, "rb")
+            reader.seek(0, os.SEEK_END)
+            self.consoles[reader] = b""
 
     def watch(self, name, pid):
         self.watched[os.pidfd_open(pid)] = (name, pid)
