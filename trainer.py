@@ -1116,11 +1116,14 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg):
 def load_checkpoint(path, policy, optimizer, cfg):
     """Loads in place and returns the step. Raises RunError with CONFIG if it belongs to another run, with STORAGE if a
     file is damaged. Collective."""
-    state = json.loads((path / "state.json").read_text())
+    remedy = f"Remove {path}, then the one before it is used"
+    try:
+        state = json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as e:
+        raise RunError(STORAGE, f"{path}/state.json is damaged ({e!r}). {remedy}") from e
     sizes = shard_sizes(path)
     for name, size in state["shards"].items():
-        damage = f"{path}/{name} is damaged. Remove {path}, then the one before it is used"
-        require(sizes.get(name) == size, STORAGE, damage)
+        require(sizes.get(name) == size, STORAGE, f"{path}/{name} is damaged. {remedy}")
     refuse_other(state["run"], cfg, path)
     policy.extra |= state["extra"]
     reader = dcp.HuggingFaceStorageReader(str(path))

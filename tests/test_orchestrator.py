@@ -75,7 +75,8 @@ def test_order_is_a_function_of_seed_and_index(make_cfg):
 
 
 def test_which_groups_teach_something(make_cfg):
-    said, cut = [{"mask": np.array([0, 1])}], [{"mask": np.array([0, 0])}]
+    said, cut = ([{"mask": np.array([0, last]), "trainable": True}] for last in (1, 0))
+    judge = [{"mask": np.array([0, 1]), "trainable": False}]
     good, slow, bad = (Rollout({}, said, reward=r, num_turns=n) for r, n in ((1.0, 1), (1.0, 3), (0.0, 1)))
     lost, unsaid = Rollout({}, error="X: why"), Rollout({})
     masked, other = Rollout({}, cut, reward=0.5, num_turns=1), Rollout({}, reward=0.7, num_turns=1)
@@ -85,6 +86,7 @@ def test_which_groups_teach_something(make_cfg):
         return unusable(rollouts) or Order([{}], cfg).keep(rollouts)
 
     assert [dropped(good, lost), dropped(unsaid, unsaid), dropped(masked, other)] == ["failed", "long", "empty"]
+    assert dropped(Rollout({}, judge, reward=1.0), Rollout({}, judge, reward=0.0)) == "empty"
     assert dropped(good, good, lost) == dropped(good, slow) == "flat"
     assert dropped(good, bad, lost) == dropped(good, masked) == dropped(good, slow, gamma=0.9) == ""
 
