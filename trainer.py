@@ -401,10 +401,12 @@ def make_micros(policy, sequences, info, cfg):
 
 def check_tokens(policy, sequences):
     """Raises RunError with DATA if there is an empty sequence, or a token that the model does not know."""
-    for s in sequences:
-        tokens = s["tokens"]
-        is_known = len(tokens) and 0 <= tokens.min() and tokens.max() < policy.vocab
-        require(is_known, DATA, f"cannot be trained on, with a vocabulary of {policy.vocab}: {tokens.tolist()[:100]}")
+    lens = [len(s["tokens"]) for s in sequences]
+    tokens_T = torch.cat([s["tokens"] for s in sequences])
+    is_known_T = (tokens_T >= 0) & (tokens_T < policy.vocab)
+    unknown = tokens_T[~is_known_T].tolist()
+    what = f"a sequence of {min(lens)} tokens, ids {unknown[:9]} in a vocabulary of {policy.vocab}"
+    require(min(lens) > 0 and not unknown, DATA, f"cannot be trained on: {what}")
 
 
 # --- advantages and losses --------------------------------------------------------------------------------------------
@@ -461,8 +463,8 @@ def add_advantages(sequences, t):
             s["adv"] = adv[s["turn"].long()]
         else:
             s["adv"] = adv.expand(len(s["tokens"]))
-        what = f"trainer.advantage = {t.advantage!r}: not finite in group {s['baseline']}"
-        require(s["adv"].isfinite().all(), DATA, what)
+    bad = [key for key, adv in adv_of.items() if not adv.isfinite().all()]
+    require(not bad, DATA, f"trainer.advantage = {t.advantage!r}: not finite in group {bad[:1]}")
 
 
 # HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
