@@ -372,7 +372,7 @@ def collate(sequences, device):
     micro["row_N"] = index_N // width
     micro["index_N"] = index_N - 1
     for name, x in micro.items():
-        micro[name] = x.to(device, non_blocking=True)
+        micro[name] = x.to(device)
     return micro
 
 
@@ -633,7 +633,8 @@ def apply_gradients(policy, optimizer, scale, max_norm):
 
 def fill_in_old_logp(micro, logp_N):
     """nan means that no sampler's probability is known: the ratio then starts at 1, from the policy before the batch's
-    first update. Unless add_fields has found it, this is the first update, and logp_N is it."""
+    first update. add_fields has found that one if there are several updates and something asks for it; with a single
+    update it is logp_N."""
     prox_N = micro.setdefault("prox_logp_N", logp_N)
     is_unknown_N = micro["old_logp_N"].isnan()
     micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
@@ -753,7 +754,8 @@ def gather(model, name, dtype):
     if isinstance(module, LoRALinear) and key == "weight":
         B = full(module.lora_B.detach())
         A = full(module.lora_A.detach())
-        weight = torch.addmm(weight, B, A, alpha=module.scale)
+        merged = torch.addmm(weight.float(), B, A, alpha=module.scale)
+        weight = merged.to(dtype)
     return weight
 
 
@@ -931,7 +933,8 @@ def send_weights(sender, policy, version, cfg):
     with sender.workers_do("receive_weights", [spec] * len(sender.urls)):
         for tensors in groups:
             refuse_non_finite(tensors, f"sync of version {version}")
-            send_group(sender.group, tensors, sender.device, sender.limit)
+            if tensors:  # an empty group is the end
+                send_group(sender.group, tensors, sender.device, sender.limit)
             tensors.clear()  # before the next group is gathered
         send_group(sender.group, {}, sender.device, sender.limit)
     if cfg.sends_adapters:
