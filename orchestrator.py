@@ -4,7 +4,7 @@
 
 Batch, step and version count the same thing: step n trains on batch n and turns version n of the policy into n + 1.
 
-    batch n   is generated once version n - S is live (S = max_staleness), so no rollout is more than S versions old
+    batch n   starts when version n - S is live (S = max_staleness), so no rollout made for it is older than S versions
     step n    starts when the file of batch n exists
     version n is live once the trainer has written n to the file `version`
 
@@ -207,6 +207,7 @@ async def guard(rollouts, work, timeout_s):
         for r in rollouts:
             r.reward = None
             r.turn_rewards = None
+            r.metrics = {}  # a lost rollout counts in no mean
             r.error = describe(e)
 
 
@@ -219,8 +220,7 @@ async def run_rollout(env, row, ask, step, cfg):
         """What the environment calls for each turn of the policy."""
         reply = await ask(prompt, tools)
         turn = r.num_turns
-        is_long = len(reply.prompt_ids) > (o.max_prompt_len or np.inf)
-        if is_long and turn == 0:
+        if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
             raise Truncated
         extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, turn, agent, trainable)
         r.versions += reply.versions

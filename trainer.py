@@ -295,6 +295,7 @@ def load_batch(path, cfg=None, step=None):
         require(info["step"] == step, DATA, f"{path} holds batch {info['step']}")
     for i, s in enumerate(sequences):
         s.setdefault("trainable", True)
+        s.setdefault("temperature", 1.0)  # a demonstration was sampled by nobody
         s.setdefault("rollout", f"sequence {i}")  # a demonstration has neither group nor reward
         s["baseline"] = (s.get("env"), s.get("group"), s.get("agent", ""))  # the rewards of these have one mean
     return Batch(sequences, {"max_tokens": max(lens), "num_tokens": sum(lens)} | info)
@@ -328,7 +329,7 @@ def pad_fields(sequences, multiple):
     """{name: [B, W]} of per-token fields, padded on the right, and of numbers, which are every token's. W is a multiple
     of `multiple`."""
     longest = max(len(s["tokens"]) for s in sequences)
-    width = multiple * math.ceil(max(2, longest) / multiple)
+    width = multiple * math.ceil(longest / multiple)
     fields = {}
     for name in {}.fromkeys(chain(*sequences)):
         values = [s.get(name) for s in sequences]
@@ -353,7 +354,8 @@ def collate(sequences, device):
         index_N   [0 1 4]                   each is predicted one position before, in the flattened ids_BW
         row_N     [0 0 1]                   its sequence
 
-    If there is no loss token, one of padding with mask_N = False stands in: every rank makes the same passes."""
+    If no token has a weight, the second of the first row stands in, with mask_N = False and ce_N = 0: every rank makes
+    the same passes. A sequence's first token never has a weight, which save_batch checks: nothing predicts it."""
     # 1. Fields, padded to a common width.
     multiple = SHAPES[device.type].multiple
     fields = pad_fields(sequences, multiple)
@@ -363,13 +365,12 @@ def collate(sequences, device):
     if not is_loss_BW.any():
         is_loss_BW[0, 1] = True
     index_N = is_loss_BW.flatten().nonzero().squeeze(1)
-    width = is_loss_BW.shape[1]
     # 3. What the model and the loss ask of them.
     micro = {"temperature_N": torch.ones(len(index_N))}
     for name, x_BW in fields.items():
         micro[f"{name}_N"] = x_BW[is_loss_BW]
     micro["ids_BW"] = fields["tokens"].long()
-    micro["row_N"] = index_N // width
+    micro["row_N"] = index_N // is_loss_BW.shape[1]
     micro["index_N"] = index_N - 1
     for name, x in micro.items():
         micro[name] = x.to(device)
@@ -469,8 +470,9 @@ def add_advantages(sequences, t):
 
 # HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
 # arguments are trainer.loss_args. micro holds every field at the loss tokens: adv_N, old_logp_N, reward_N, staleness_N,
-# row_N (the sequence), ..., mask_N (False on padding), and of the whole step the numbers that make_micros counts.
-# Below, r = pi / pi_old, A is the advantage and sg() has no gradient. configs/algorithms/losses.py has more of them.
+# row_N (the sequence), ..., mask_N (False if the policy did not say it), and of the whole step the numbers that
+# make_micros counts. Below, r = pi / pi_old, A is the advantage and sg() has no gradient.
+# configs/algorithms/losses.py has more of them.
 
 
 def log_ratio(micro, logp_N):
@@ -570,7 +572,7 @@ def add_logp(name, policy, sequences, info, cfg):
 
 
 def where_trained(micro, x_N):
-    """x_N, and 0 on padding, which stands in if a micro-batch has no loss token."""
+    """x_N, and 0 on the token that stands in if a micro-batch has no loss token."""
     return torch.where(micro["mask_N"] | (micro["ce_N"] != 0), x_N, 0)
 
 
@@ -659,8 +661,8 @@ def token_means(sums, num_tokens):
 def train_step(policy, optimizer, batch, step, cfg):
     """Trains on one batch: updates_per_batch passes of `minibatches` optimizer steps each. Collective.
 
-    Returns the metrics, means over the loss tokens of the first pass, and logp_T, what the policy gave each token there
-    (0 if it is not trained). A gradient that is not finite changes nothing and is counted."""
+    Returns the metrics, of the first pass means over the policy's own tokens, and logp_T, the log-probability of each
+    token in it (0 if it is not trained). A gradient that is not finite is counted, and changes nothing."""
     t = cfg.trainer
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
@@ -875,14 +877,14 @@ class WeightSender:
         for url, spec in zip(self.urls, specs):
             body = {"method": method, "args": [self.spec | spec]}
             calls.append(self.pool.submit(self.post, url, "/collective_rpc", body))
+        error = None
         try:
             yield
         except RuntimeError as e:  # torch.distributed's: a worker left, or did not come in time
-            for call in calls:
-                call.result()
-            raise RunError(DIED, f"{method}: {e} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})") from e
+            error = e
         for call in calls:
             call.result()
+        require(not error, DIED, f"{method}: {error} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})")
 
     def say(self, version, rows):
         """Lets every server go on with the rows. Returns [(SAID token ids, their logprobs), ...] by server and row."""

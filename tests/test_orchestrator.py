@@ -246,9 +246,9 @@ def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
         raise asyncio.CancelledError
 
     async def go():
-        r = Rollout({}, reward=1.0)
+        r = Rollout({}, reward=1.0, metrics={"exact": 1.0})
         await orchestrator.guard([r], leaks(), 5)
-        assert r.reward is None and r.error.startswith("CancelledError")
+        assert r.reward is None and r.metrics == {} and r.error.startswith("CancelledError")
         task = asyncio.create_task(orchestrator.guard([r], asyncio.sleep(60), 90))
         await asyncio.sleep(0)
         task.cancel()

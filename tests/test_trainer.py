@@ -602,6 +602,15 @@ def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
     assert seen[0].dtype == torch.float32 and set(seen[0].tolist()) == {torch.tensor(0.6).item()}
 
 
+def test_a_demonstration_without_a_temperature_has_1(tmp_path):
+    """Beside a rollout that has one it would otherwise be nan, as other numbers are, and so would the gradient."""
+    sampled, shown = make_sequences(2)
+    del shown["temperature"]
+    batch = batch_of(tmp_path, [sampled | {"temperature": 0.5}, shown])
+    micro = trainer.collate(batch.sequences, CPU)
+    assert {(row, x) for row, x in zip(micro["row_N"].tolist(), micro["temperature_N"].tolist())} == {(0, 0.5), (1, 1)}
+
+
 # --- LoRA and the reference -------------------------------------------------------------------------------------------
 
 
