@@ -151,7 +151,7 @@ Group = namedtuple("Group", "env index row rollouts dropped")
 
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
-METADATA |= {"staleness", "at", "adv", "lens"}
+METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 

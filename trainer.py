@@ -15,9 +15,9 @@ mean of its group. Every token counts the same, whatever the length of its answe
 deviation and the KL to a reference are left out (trainer.advantage and trainer.beta bring them back). In place of PPO's
 clip the default loss, CISPO, caps the importance weight, so that no token loses its gradient.
 
-Shapes: L tokens of a sequence, T of a list of sequences, N loss tokens, B rows of W positions, G rollouts of a group,
-D hidden, V vocabulary. logp: the policy being trained; old_logp: the policy that sampled (vLLM's number); prox_logp:
-the policy before the batch's first update; ref_logp: the KL reference (configs/algorithms/reference.py).
+Shapes: L tokens of a sequence, T of all sequences in a list, N loss tokens, B rows of W positions, G rollouts in a
+group, D hidden, V vocabulary. logp: the policy being trained; old_logp: the policy that sampled (vLLM's number);
+prox_logp: the policy before the batch's first update; ref_logp: the KL reference (configs/algorithms/reference.py).
 """
 
 import contextlib
@@ -30,7 +30,7 @@ import shutil
 import socket
 import time
 from collections import Counter, deque, namedtuple
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import chain, count
 from pathlib import Path
@@ -266,7 +266,7 @@ def full(tensor):
 
 # A training sequence is a dict of metadata (env, group, rollout, agent, reward, ...) and per-token fields, tensors [L].
 Batch = namedtuple("Batch", "sequences info")
-# Widths of micro-batches are multiples of the first number; a pass costs as much as the second number of tokens.
+# Widths of micro-batches are multiples of the first number; the second is the fixed cost of a pass, in tokens.
 PADDING = {"cpu": (4, 128), "cuda": (64, 1024)}
 
 
@@ -282,9 +282,9 @@ def load_batch(path, cfg=None, step=None):
         sequences = json.loads(metadata.get("sequences") or metadata["samples"])
         info = json.loads(metadata["info"])
         lens = fields.pop("lens").tolist()
-        fields["at"] = torch.arange(sum(lens))  # where each token is among all of the batch
+        fields["at"] = torch.arange(sum(lens))  # each token's index in the whole batch
         ce_T = fields.get("ce", torch.zeros(sum(lens)))
-        fields["ce"] = ce_T.nan_to_num()  # nan: a sequence without it in a file of others that have it
+        fields["ce"] = ce_T.nan_to_num()  # nan marks a sequence without it in a file where others have it
         for name, values_T in fields.items():
             for sequence, values in zip(sequences, values_T.split(lens)):
                 sequence[name] = values
@@ -297,16 +297,17 @@ def load_batch(path, cfg=None, step=None):
         s.setdefault("trainable", True)
         s.setdefault("temperature", 1.0)  # a demonstration was sampled by nobody
         s.setdefault("rollout", f"sequence {i}")  # a demonstration has neither group nor reward
-        s["baseline"] = (s.get("env"), s.get("group"), s.get("agent", ""))  # the rewards of these have one mean
+        # Sequences with the same key share a baseline.
+        s["baseline_key"] = (s.get("env"), s.get("group"), s.get("agent", ""))
     return Batch(sequences, {"max_tokens": max(lens), "num_tokens": sum(lens)} | info)
 
 
 def partition_by_length(lens, budget, ranks, multiple, overhead):
     """Lengths of sequences -> padded micro-batches: lists of indices, shortest sequences first.
 
-    Each rank computes every ranks-th row of a micro-batch, at most `budget` tokens or one row, so that a pass costs all
-    ranks the same. Widths are rounded up to a multiple, which leaves few different shapes. Dynamic programming over the
-    sorted lengths finds the least padded area per rank, plus `overhead` tokens for each pass."""
+    A rank gets every ranks-th row of a micro-batch, at most `budget` padded tokens or a single row, so that a pass
+    costs all ranks the same. Widths are rounded up to a multiple, which leaves few different shapes. Dynamic
+    programming over the sorted lengths finds the least padded area per rank, plus `overhead` tokens for each pass."""
     order = np.argsort(lens, kind="stable")
     widths = -(-np.asarray(lens)[order] // multiple) * multiple
     cost = np.zeros(len(lens) + 1)  # of the best partition of the first n
@@ -333,16 +334,17 @@ def pad(rows, multiple):
 
 
 def collate(sequences, device):
-    """Sequences -> one padded micro-batch, and at its N loss tokens every field and number of theirs as <name>_N.
+    """Sequences -> one padded micro-batch, and for each of its N loss tokens, as <name>_N, every per-token field and
+    every number of its sequence. Loss tokens are those with a weight: mask (policy gradient) or ce (imitation).
 
     Two sequences, a b c and d e, whose mask is 0 1 1 and 0 1, at a width of 4:
 
         ids_BW    [[a b c 0], [d e 0 0]]    padding stands on the right
-        tokens_N  [b c e]                   the loss tokens: those with a weight in any term of the loss
+        tokens_N  [b c e]                   the loss tokens
         row_N     [0 0 1]                   the row of each
         index_N   [0 1 4]                   each is predicted one position before, in the flattened ids_BW
 
-    If no token has a weight, the last one stands in, with mask_N = False and ce_N = 0: every rank makes the same
+    If no token has a weight, the last one stands in, with mask_N = False and ce_N = 0, since every rank makes the same
     passes. A sequence's first token, which nothing predicts, has no weight: save_batch checks it."""
     # 1. Token ids, padded to a common width, and which of them are loss tokens.
     tokens = []
@@ -362,9 +364,9 @@ def collate(sequences, device):
     micro = {"ids_BW": ids_BW.long()}
     micro["row_N"] = row_N
     micro["index_N"] = row_N * width + position_N - 1
-    # 3. What the sequences say about them: a field has a value for each, a number is the same for the whole sequence.
+    # 3. Fields have a value for each of them; a number is the same for a whole sequence.
     is_loss_T = torch.cat(is_loss)
-    for name in {}.fromkeys(chain(*sequences)):
+    for name in dict.fromkeys(chain(*sequences)):
         values = [s.get(name) for s in sequences]
         if any(map(torch.is_tensor, values)):
             x_T = torch.cat(values)
@@ -387,20 +389,20 @@ def count_weights(sequences, weight):
 
 
 def make_micros(policy, sequences, info, cfg):
-    """This rank's padded micro-batches, as many as every other rank has. Each knows the numbers of the whole optimizer
-    step, over all micro-batches and ranks: of sequences, and of tokens with a weight in each term of the loss."""
+    """This rank's padded micro-batches, as many as every other rank has. Each carries the counts of the whole optimizer
+    step, over all micro-batches and ranks: sequences, and tokens with a weight in each term of the loss."""
     world = dist.get_world_size()
     numbers = {"num_sequences": len(sequences), "max_tokens": info["max_tokens"]}
     numbers |= {"num_mask": count_weights(sequences, "mask"), "num_ce": count_weights(sequences, "ce")}
     lens = [len(s["tokens"]) for s in sequences]
     budget = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
-    untrained = dict(sequences[0])  # what a rank without a row computes
-    for name in ("mask", "ce"):
-        untrained[name] = torch.zeros_like(untrained[name])
     micros = []
     for part in partition_by_length(lens, budget, world, *PADDING[policy.device.type]):
         rows = [sequences[i] for i in part[dist.get_rank() :: world]]
-        micros.append(collate(rows or [untrained], policy.device) | numbers)
+        if not rows:  # every rank takes part in every pass, this one without a weight
+            shortest = sequences[np.argmin(lens)]
+            rows = [shortest | {"mask": shortest["mask"] & False, "ce": 0 * shortest["ce"]}]
+        micros.append(collate(rows, policy.device) | numbers)
     return micros
 
 
@@ -419,9 +421,9 @@ def check_tokens(policy, sequences):
 # HACK HERE: an advantage maps the rewards of one group to one number per rollout; `group` holds their metadata.
 ADVANTAGES = {
     "mean": lambda r_G, group: r_G - r_G.mean(),  # Dr. GRPO, 2503.20783
-    "std": lambda r_G, group: (r_G - r_G.mean()) / (r_G.std() + 1e-4),  # GRPO, 2402.03300
+    "std": lambda r_G, group: ((r_G - r_G.mean()) / (r_G.std() + 1e-4)).nan_to_num(),  # GRPO, 2402.03300; alone: 0
     "batch_std": lambda r_G, group: r_G - r_G.mean(),  # and over the batch's deviation, below (LitePPO, 2508.08221)
-    "leave_one_out": lambda r_G, group: (r_G - r_G.mean()) * len(r_G) / (len(r_G) - 1),  # RLOO, 2402.14740
+    "leave_one_out": lambda r_G, group: (r_G - r_G.mean()) * len(r_G) / max(1, len(r_G) - 1),  # RLOO, 2402.14740
 }
 
 
@@ -433,7 +435,7 @@ def compute_advantages(groups, name):
         rewards_G = [rollout["reward"] for rollout in group]
         rewards.append(torch.tensor(rewards_G, dtype=torch.float64))
     scale = 1.0
-    if name == "batch_std":
+    if name == "batch_std" and rewards:
         scale = torch.cat(rewards).std(correction=0) + 1e-4
     advantages = []
     for rewards_G, group in zip(rewards, groups):
@@ -448,7 +450,7 @@ def add_advantages(sequences, t):
     groups = {}
     for s in sequences:
         if s.get("reward") is not None:
-            group = groups.setdefault(s["baseline"], {})
+            group = groups.setdefault(s["baseline_key"], {})
             group[s["rollout"]] = s  # any sequence of a forked rollout carries its reward
     rollouts = [list(group.values()) for group in groups.values()]
     by_turn = t.gamma < 1 or any(s.get("turn_rewards") for s in sequences)
@@ -463,7 +465,7 @@ def add_advantages(sequences, t):
         for rollout, adv in zip(group, advantages):
             adv_of[key, rollout] = torch.tensor(adv)
     for s in sequences:
-        adv = adv_of.get((s["baseline"], s["rollout"]), torch.tensor(0.0))
+        adv = adv_of.get((s["baseline_key"], s["rollout"]), torch.tensor(0.0))
         if adv.dim():  # one for each turn
             s["adv"] = adv[s["turn"].long()]
         else:
@@ -474,8 +476,8 @@ def add_advantages(sequences, t):
 
 # HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
 # arguments are trainer.loss_args. micro holds every field at the loss tokens: adv_N, old_logp_N, reward_N, staleness_N,
-# row_N (its row), ..., mask_N (False if the policy did not say it), and of the whole step the numbers that make_micros
-# counts. Below, r = exp(logp - old_logp), A is the advantage and sg() has no gradient.
+# row_N (its row), ..., mask_N (False if the policy did not say it), and the step's counts from make_micros. Below,
+# r = exp(logp - old_logp), A is the advantage and sg() stops the gradient.
 # configs/algorithms/losses.py has more of them.
 
 
@@ -513,16 +515,17 @@ LOSSES = {"cispo": cispo, "grpo": grpo, "dr_grpo": dr_grpo}
 
 def k3(log_r_N):
     """KL(p || q) at tokens drawn from p, from x = log(q / p): exp(x) - 1 - x (joschu.net/blog/kl-approx.html)."""
-    return torch.expm1(log_r_N.clamp(-20, 20)) - log_r_N
+    x_N = log_r_N.clamp(-20, 20)
+    return torch.expm1(x_N) - x_N
 
 
 def compute_loss(micro, logp_N, entropy_N, t):
     """HACK HERE: the micro-batch's share of the step's loss, and values to log: (loss_N, {metric: value_N}).
 
-    A sum of terms. Each has a weight per token, and is divided by the number of tokens with that weight in the whole
-    step, so that neither micro-batches nor ranks change the result."""
-    # 1. Policy gradient, on what the policy said. With trainer.importance the ratio starts at the policy before the
-    # update, and the weight corrects for the distance between that one and the sampler.
+    A sum of terms. Each has a weight per token, and is divided by the number of tokens in the whole step whose weight
+    is not 0, so that neither micro-batches nor ranks change the result."""
+    # 1. Policy gradient, on what the policy said. With trainer.importance the ratio is to prox_logp, and the weight
+    # corrects for the distance of prox_logp from the sampler.
     loss = configs.find(t.loss, LOSSES)
     if t.importance:
         importance = configs.find(t.importance)
@@ -538,9 +541,9 @@ def compute_loss(micro, logp_N, entropy_N, t):
         kl_N = k3(micro["ref_logp_N"] - logp_N)
         policy_N = policy_N + t.beta * kl_N
         logs["policy/kl_ref"] = kl_N
-    # 3. Imitation, of tokens whoever said them.
-    ce_N = -micro["ce_N"] * logp_N
     policy_N = torch.where(micro["mask_N"], policy_N, 0)
+    # 3. Imitation of tokens, whoever said them.
+    ce_N = -micro["ce_N"] * logp_N
     loss_N = policy_N / micro["num_mask"]
     loss_N = loss_N + ce_N / micro["num_ce"]
     return loss_N, logs
@@ -571,7 +574,7 @@ def add_logp(name, policy, sequences, info, cfg):
         logp_N, _ = policy(micro)
         logp_T[micro["at_N"]] += where_trained(micro, logp_N)
     policy.train()
-    dist.all_reduce(logp_T)  # every rank but one has 0
+    dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
     for s in sequences:
         s[name] = logp_T[s["at"]].cpu()
 
@@ -585,7 +588,7 @@ def where_trained(micro, x_N):
 
 
 def schedule(step, t, total):
-    """The share of the learning rate: linear warm-up, then constant, or a linear or cosine decay to 0 at `total`."""
+    """The factor on the learning rate: linear warm-up, then constant, or a linear or cosine decay to 0 at `total`."""
     warmup = max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
     if t.lr_scheduler_type == "constant":
         warmup = 0
@@ -597,7 +600,7 @@ def schedule(step, t, total):
 
 
 def begin_step(optimizer, step, cfg):
-    """Sets what is a function of the step, so that a resumed run repeats it: learning rate and, by rank, dropout."""
+    """Sets the learning rate and each rank's seed for dropout from the step, so that a resumed run repeats them."""
     share = schedule(step, cfg.trainer, cfg.run.max_steps)
     for group in optimizer.param_groups:
         initial_lr = group.setdefault("initial_lr", group["lr"])
@@ -639,9 +642,8 @@ def apply_gradients(policy, optimizer, scale, max_norm):
 
 
 def fill_in_old_logp(micro, logp_N):
-    """nan means that no sampler's probability is known: the ratio then starts at 1, from the policy before the batch's
-    first update. add_fields has found that one if there are several updates and something asks for it; with a single
-    update it is logp_N."""
+    """Where the sampler's log-probability is unknown (nan), the ratio starts at 1: it is taken from the policy before
+    the batch's first update. That is prox_logp_N from add_fields or, with a single update, logp_N itself."""
     prox_N = micro.setdefault("prox_logp_N", logp_N)
     is_unknown_N = micro["old_logp_N"].isnan()
     micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
@@ -701,7 +703,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 if t.replicas > 1:
                     policy.set_requires_all_reduce(micro is micros[-1])
                 (scale * loss_N.sum()).backward()
-                # 5. What is logged is of the first pass.
+                # 5. Only the first pass is logged. token_means will divide by num_mask.
                 if update == 0:
                     logs["policy/entropy"] = entropy_N
                     log_r_N = logp_N - micro["old_logp_N"]
@@ -713,7 +715,7 @@ def train_step(policy, optimizer, batch, step, cfg):
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
             skipped += not math.isfinite(grad_norm)
     # 7. Sums become means over all ranks.
-    dist.all_reduce(logp_T)  # every rank but one has 0
+    dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
     metrics = token_means(sums, num_mask)
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
     metrics["optim/grad_norm"] = grad_norm
@@ -727,30 +729,30 @@ def train_step(policy, optimizer, batch, step, cfg):
 
 # --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
 
-CANARY = (96, 80, 64, 56, 48, 40, 32, 24)  # token ids in its rows; lengths differ, since rows must not leak into others
-SAID = 4  # tokens that the policy says after each; every one is a step of the engine, among all rollouts under way
-
 
 def stream_weights(model, dtype, only_lora):
-    """Yields {name in the checkpoint: tensor}, group by group, as a sampler wants them: in dtype, with LoRA merged, or
-    with only_lora A and B alone. Only one group exists at a time: a transformer block, in which fused experts are
-    whole, or a tensor outside of the blocks. Collective: every rank goes through all of them."""
+    """Yields {name in the checkpoint: tensor}, block by block, as a sampler wants them: in dtype, with LoRA merged, or
+    with only_lora A and B alone. A block is a transformer block, since fused experts are converted as a whole, or a
+    tensor outside the blocks. Only one exists at a time. Collective: every rank goes through all of them."""
     params = dict(model.named_parameters())  # tied weights are in it once
     saved = model.state_dict()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    groups = {}
+    blocks = {}
     for name in [*params, *buffers]:
-        if ("lora_" in name) == only_lora:
-            block = re.match(r".+?\.\d+\.", name)  # model.layers.3.
-            groups.setdefault(block[0] if block else name, []).append(name)
-    for names in groups.values():
-        group = {}
+        is_lora = "lora_" in name
+        if is_lora == only_lora:
+            prefix = re.match(r".+?\.\d+\.", name)  # model.layers.3.
+            blocks.setdefault(prefix[0] if prefix else name, []).append(name)
+    for names in blocks.values():
+        block = {}
         for name in names:
             if name in buffers:
-                group[name] = buffers[name]  # in its own dtype: a router's bias in 16 bits would be another router
+                block[name] = buffers[name]  # in its own dtype: 16 bits would change how a router's bias routes
             else:
-                group[f"{name}.weight" if only_lora else name] = gather(model, name, dtype)
-        yield revert_weight_conversion(model, group)
+                block[f"{name}.weight" if only_lora else name] = gather(model, name, dtype)
+        block = revert_weight_conversion(model, block)
+        if block:
+            yield block
 
 
 def gather(model, name, dtype):
@@ -766,9 +768,9 @@ def gather(model, name, dtype):
     return weight
 
 
-def make_group(store, rank, spec):
-    """A process group beside torch's default one, which vLLM has for itself. NCCL's limit is twice that of all other
-    waits: otherwise it aborts the process before we can report the error."""
+def make_process_group(store, rank, spec):
+    """A process group apart from torch's default one, which vLLM uses itself. NCCL's watchdog kills the process when
+    its limit has passed; it is doubled, so that a wait with a shorter one is reported first."""
     limit = timedelta(seconds=spec["timeout_s"])
     process_group = dist.ProcessGroup(store, rank, spec["size"])
     if spec["backend"] == "gloo":
@@ -780,75 +782,77 @@ def make_group(store, rank, spec):
     return process_group
 
 
-# Small tensors share a message of this many bytes: each costs 0.3 ms over gloo. DDP sends its weights this way, too.
+# Small tensors share a message of this many bytes: each costs 0.3 ms over gloo. DDP broadcasts its weights in this way.
 MESSAGE = 1 << 20
 
 
-def send_group(sender, number, tensors):
-    """Broadcasts {name: tensor}, group `number` of a sync. Names, shapes and dtypes go through the store."""
-    about = []
+def send_block(sender, number, tensors):
+    """Broadcasts {name: tensor}, block `number` of a sync. Names, shapes and dtypes go through the store."""
+    header = []
     for name, w in tensors.items():
         dtype = str(w.dtype).removeprefix("torch.")
-        about.append((name, list(w.shape), dtype))
-    sender.store.set(f"group {number}", json.dumps(about))
+        header.append((name, list(w.shape), dtype))
+    sender.store.set(f"block {number}", json.dumps(header))
     if tensors:
         sent = [w.to(sender.device).contiguous() for w in tensors.values()]
         dist._broadcast_coalesced(sender.process_group, sent, MESSAGE)
 
 
-def receive_groups(receiver, device):
-    """The other end of send_group: yields (name, tensor) until an empty group comes."""
+def receive_blocks(receiver, device):
+    """The other end of send_block: yields (name, tensor) until an empty block comes."""
     for number in count():
-        about = json.loads(receiver.store.get(f"group {number}"))
-        if not about:
+        header = json.loads(receiver.store.get(f"block {number}"))
+        if not header:
             return
         tensors = []
-        for _, shape, dtype in about:
+        for _, shape, dtype in header:
             tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
         dist._broadcast_coalesced(receiver.process_group, tensors, MESSAGE)
-        while tensors:  # none is kept when the next group comes
-            name, *_ = about.pop(0)
-            yield name, tensors.pop(0)
+        for (name, *_), tensor in zip(header, tensors):
+            yield name, tensor
+        del tensor, tensors  # before the next block
 
 
 class WeightSender:
-    """On rank 0: the way to all servers. Weights go through torch.distributed, control through vLLM's routes: /pause,
-    /collective_rpc -> WeightReceiver, /resume. Every wait ends after sync_timeout_s."""
+    """Lives on rank 0 and talks to all servers. Weights go through torch.distributed, control through vLLM's routes:
+    /pause, /collective_rpc -> WeightReceiver, /resume. Every wait times out after sync_timeout_s."""
 
     def __init__(self, cfg, run_dir, device):
         t = cfg.trainer
         self.cfg = cfg
         self.run_dir = run_dir
         self.urls = cfg.inference.urls
+        require(self.urls, CONFIG, "inference.urls is empty: launch.sh starts servers and sets it")
         backend = t.sync_backend
         if backend == "auto":
             backend = "nccl" if device.type == "cuda" else "gloo"
         self.device = device if backend == "nccl" else torch.device("cpu")
         self.spec = {"backend": backend, "timeout_s": t.sync_timeout_s}
         # A server may close an idle connection just as it is used. No proxy belongs between the roles.
-        once = {"Connection": "close"}
-        self.http = httpx.Client(timeout=t.sync_timeout_s, headers=once, trust_env=False)
+        no_keep_alive = {"Connection": "close"}
+        self.http = httpx.Client(timeout=t.sync_timeout_s, headers=no_keep_alive, trust_env=False)
         self.pool = ThreadPoolExecutor(len(self.urls))
 
     def connect(self):
         """Waits for the servers and forms a process group of rank 0 and all of their workers."""
         # 1. Servers of this run, and of no other: a stale one is never trained against.
         for url in self.urls:
-            name = self.wait_ready(url)
-            mine = configs.served_name(self.cfg)
-            require(name == mine, CONFIG, f"a server of another run answers: {url} serves {name!r}, not {mine!r}")
+            found = self.wait_ready(url)
+            name = configs.served_name(self.cfg)
+            require(found == name, CONFIG, f"a server of another run answers: {url} serves {found!r}, not {name!r}")
         # 2. A store that listens on one address only; torch's own would listen on all of them.
         listener = socket.create_server((self.cfg.trainer.sync_host, 0))
         host, port = listener.getsockname()
         limit = timedelta(seconds=self.spec["timeout_s"])
-        self.store = dist.TCPStore(host, port, None, True, limit, False, False, listener.detach())
+        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+        self.store = dist.TCPStore(host, port, timeout=limit, **own)
         # 3. The workers join when they are asked to.
         args = self.cfg.inference.args
         workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)
         self.spec |= {"host": host, "port": port, "size": 1 + workers * len(self.urls)}
         first_ranks = range(1, self.spec["size"], workers)
         with self.workers_do("join_weight_group", [{"first_rank": rank} for rank in first_ranks]):
-            self.process_group = make_group(self.store, 0, self.spec)
+            self.process_group = make_process_group(self.store, 0, self.spec)
 
     def wait_ready(self, url):
         """Waits until the server answers, and returns the name of the model that it serves."""
@@ -879,22 +883,25 @@ class WeightSender:
     @contextlib.contextmanager
     def workers_do(self, method, specs):
         """Every worker of every server runs a method of WeightReceiver while rank 0 does the body of the `with`."""
-        calls = []
-        for url, spec in zip(self.urls, specs):
-            body = {"method": method, "args": [self.spec | spec]}
-            calls.append(self.pool.submit(self.post, url, "/collective_rpc", body))
-        mine = None
+        errors = []  # the first may be why the others happened
+
+        def call(url, spec):
+            try:
+                self.post(url, "/collective_rpc", {"method": method, "args": [self.spec | spec]})
+            except RunError as e:
+                errors.append(str(e))
+
+        calls = [self.pool.submit(call, url, spec) for url, spec in zip(self.urls, specs)]
         try:
             yield
-        except RuntimeError as e:  # of torch.distributed: a worker left, or did not come in time
-            mine = f"rank 0: {e} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})"
-        # The first call to fail may be why the others do.
-        errors = [call.exception() for call in as_completed(calls)] + [mine]
-        causes = [str(error) for error in errors if error]
-        require(not causes, DIED, f"{method}: {'; '.join(causes)}")
+        except RuntimeError as e:  # of torch.distributed: a worker died, or did not join in time
+            errors.append(f"rank 0: {e} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})")
+        for done in calls:
+            done.result()
+        require(not errors, DIED, f"{method}: {'; '.join(errors)}")
 
     def say(self, version, rows):
-        """Lets every server go on with the rows. Returns [(SAID token ids, their logprobs), ...] by server and row."""
+        """Has every server continue the rows. Returns [(SAID token ids, their logprobs), ...] by server and row."""
         body = {"model": configs.served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID}
         body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}
         body |= {"cache_salt": str(time.time()), "priority": -1}  # before all rollouts
@@ -909,12 +916,12 @@ class WeightReceiver:
 
     def join_weight_group(self, spec):
         limit = timedelta(seconds=spec["timeout_s"])
-        self.store = dist.TCPStore(spec["host"], spec["port"], None, False, limit, False)
-        self.process_group = make_group(self.store, spec["first_rank"] + self.rank, spec)
+        self.store = dist.TCPStore(spec["host"], spec["port"], timeout=limit)
+        self.process_group = make_process_group(self.store, spec["first_rank"] + self.rank, spec)
 
     def receive_weights(self, spec):
         device = self.device if spec["backend"] == "nccl" else "cpu"
-        weights = receive_groups(self, device)
+        weights = receive_blocks(self, device)
         if not spec["adapter"]:
             return self.reload_weights(weights_iterator=weights)
         from configs.serving import adapters
@@ -925,11 +932,11 @@ class WeightReceiver:
 
 
 def send_weights(sender, policy, version, cfg):
-    """Streams all weights to the servers. If the rest does not come, a server that has got a part stays paused, or
-    without the adapter: none ever samples from a mixture of two versions. Collective; other ranks have no sender."""
-    groups = stream_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
+    """Streams all weights to the servers. If the stream breaks off, they are not resumed, or the adapter not loaded:
+    none ever samples from a mixture of two versions. Collective; other ranks have no sender."""
+    blocks = stream_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     if not sender:
-        deque(groups, maxlen=0)  # takes part in gathering, and keeps nothing
+        deque(blocks, maxlen=0)  # takes part in gathering, and keeps nothing
         return
     spec = {"adapter": None}
     if cfg.sends_adapters:
@@ -938,18 +945,15 @@ def send_weights(sender, policy, version, cfg):
         path = str(adapters.directory(sender.run_dir, version, cfg))
         spec["adapter"] = {"path": path, "t": cfg.trainer._asdict(), "model": cfg.run.model}
     else:
-        sender.post_all("/pause?mode=keep&clear_cache=false")  # with a cleared cache it reads all prompts again
+        # Requests wait and then go on; with a cleared cache they would read their prompts again.
+        sender.post_all("/pause?mode=keep&clear_cache=false")
     with sender.workers_do("receive_weights", [spec] * len(sender.urls)):
-        number = 0
-        for tensors in groups:
+        for number, tensors in enumerate(chain(blocks, [{}])):  # an empty block is the end
             refuse_non_finite(tensors, f"sync of version {version}")
-            if tensors:  # an empty group is the end
-                send_group(sender, number, tensors)
-                number += 1
-            tensors.clear()  # before the next group is gathered
-        send_group(sender, number, {})
-    for old in range(number + 1):
-        sender.store.delete_key(f"group {old}")
+            send_block(sender, number, tensors)
+            tensors.clear()  # before the next block is gathered
+    for sent in range(number + 1):
+        sender.store.delete_key(f"block {sent}")
     if cfg.sends_adapters:
         adapters.load(sender, version, cfg)
     else:
@@ -970,8 +974,8 @@ def sync_weights(sender, policy, version, cfg, batch=None):
 
 @contextlib.contextmanager
 def servers_asleep(sender, cfg):
-    """inference.sleep: on a GPU that both share, vLLM's memory is the trainer's for the length of a step. The servers
-    keep the requests under way. If the step raises they stay asleep: the run is over. Collective."""
+    """inference.sleep: on a GPU that both share, the trainer uses vLLM's memory during a step. The servers keep the
+    requests under way. If the step raises they stay asleep: the run is over. Collective."""
     if not cfg.inference.sleep:
         yield
         return
@@ -987,6 +991,10 @@ def servers_asleep(sender, cfg):
 
 # --- does everybody compute the same? ---------------------------------------------------------------------------------
 
+# Lengths of random rows, and how many rows there are. They differ, so that padding shows if it leaks into another row.
+CANARY = (96, 80, 64, 56, 48, 40, 32, 24)
+SAID = 4  # tokens sampled after each row; each costs a step of the engine, which it shares with the rollouts
+
 
 def score(policy, rows, most):
     """Log-probabilities, in one padded micro-batch, of the last `most` tokens of each row, but never of its first."""
@@ -1000,8 +1008,8 @@ def score(policy, rows, most):
 
 def compare(logp_N, other_N, t, mean_limit, code, what):
     """The largest and the mean difference, in nats. Raises RunError if in fp32 the largest is above 1e-3, or in 16 bits
-    the mean above mean_limit; trainer.max_sync_dlogp is another limit."""
-    diff_N = (logp_N[: len(other_N)] - other_N).abs()
+    the mean above mean_limit; trainer.max_sync_dlogp overrides both."""
+    diff_N = (logp_N - other_N).abs()
     numbers = {"sync/dlogp_max": diff_N.max().item()}
     numbers["sync/dlogp_mean"] = diff_N.mean().item()
     key = "sync/dlogp_mean"
@@ -1009,7 +1017,7 @@ def compare(logp_N, other_N, t, mean_limit, code, what):
         key = "sync/dlogp_max"
         mean_limit = 1e-3
     limit = t.max_sync_dlogp or mean_limit
-    require(numbers[key] <= limit, code, f"{what}: {numbers}; {key} may be {limit:g}")
+    require(numbers[key] <= limit, code, f"{what}: {numbers}; {key} may be at most {limit:g}")
     return numbers
 
 
@@ -1018,7 +1026,7 @@ def random_rows(policy, cfg):
     draw = torch.Generator().manual_seed(0)
     rows = []
     for length in CANARY:
-        size = max(2, min(length, cfg.run.max_seq_len - SAID))
+        size = min(length, cfg.run.max_seq_len - SAID)
         row = torch.randint(policy.vocab, [size], generator=draw)
         rows.append(row.tolist())
     return rows
@@ -1034,15 +1042,15 @@ def check_policy(policy, cfg):
     own_N = torch.cat([policy.plain(row) for row in rows])
     policy.train()
     longest = (rows[0] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
-    logp_N = score(policy, [*rows, longest], cfg.run.max_seq_len)
+    logp_N = score(policy, [*rows, longest], cfg.run.max_seq_len)[: len(own_N)]
     what = f"model = {cfg.run.model!r} cannot be trained: padded rows in training mode differ from its own forward"
     why = "dropout or noise of its own, logits that are not head(base model), rows that mix, or RoPE by length"
-    # 0.2: in 16 bits tokens that no policy would say differ more.
+    # 0.2: random tokens are improbable, and in 16 bits their log-probabilities differ more.
     compare(logp_N, own_N, cfg.trainer, 0.2, CONFIG, f"{what} ({why})")
 
 
 def canary_rows(batch, num_servers, cfg):
-    """Prompts of the batch that the servers go on with; what all servers say fits into one micro-batch."""
+    """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
     longest = max(1, budget // (len(CANARY) * num_servers) - SAID)
     stride = -(-len(batch.sequences) // len(CANARY))
@@ -1058,7 +1066,7 @@ def canary_rows(batch, num_servers, cfg):
 def canary(sender, policy, version, cfg, batch):
     """Compares trainer and servers after a sync: metrics, in nats. Each server continues the same rows, and the trainer
     scores what they said in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
-    num_servers = max(1, len(cfg.inference.urls))
+    num_servers = len(cfg.inference.urls)
     rows = canary_rows(batch, num_servers, cfg) if batch else random_rows(policy, cfg)
     policy.eval()
     if not sender:
@@ -1074,7 +1082,7 @@ def canary(sender, policy, version, cfg, batch):
     policy.train()
     other_N = torch.tensor(others, device=policy.device)
     what = f"canary after sync of version {version}: trainer and server differ"
-    mean_limit = 0.05 if batch else 0.2  # after random rows the policy says what nobody would
+    mean_limit = 0.05 if batch else 0.2  # what follows random rows is improbable, and in 16 bits less exact
     return compare(logp_N, other_N, cfg.trainer, mean_limit, DIED, what)
 
 
@@ -1088,8 +1096,7 @@ def refuse_non_finite(tensors, what):
         part = local(tensor)
         if not part.sum().isfinite() and not part.isfinite().all():  # a finite sum is quick to see, but may overflow
             bad.append(name)
-    if bad:
-        raise RunError(NUMERICS, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite, the first is {bad[0]}")
+    require(not bad, NUMERICS, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite: {', '.join(bad[:3])}")
 
 
 def state_of(policy, optimizer):
@@ -1111,7 +1118,7 @@ def shard_sizes(path):
 
 
 def save_checkpoint(run_dir, step, policy, optimizer, cfg):
-    """Every rank writes its part, whatever number of ranks reads it again. Rank 0 adds state.json with the
+    """Every rank writes its part; any number of ranks can read it back. Rank 0 adds state.json with the
     files' sizes; one rename makes it exist, and then the oldest ones go. Collective."""
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     tmp = path.with_suffix(".tmp")
@@ -1167,9 +1174,9 @@ def write_final(run_dir, policy, cfg):
     t = cfg.trainer
     final = run_dir / "final"
     tensors = {}
-    for group in stream_weights(policy.model, DTYPES[t.dtype], t.use_lora):
+    for block in stream_weights(policy.model, DTYPES[t.dtype], t.use_lora):
         if dist.get_rank() == 0:
-            for name, tensor in group.items():
+            for name, tensor in block.items():
                 tensors[name] = tensor.cpu().contiguous()
     if dist.get_rank() > 0:
         return
@@ -1235,7 +1242,7 @@ def check_hooks(t):
 
 
 def check_arguments(name, function, args):
-    """Raises RunError with CONFIG if one of the arguments is none that the function has a default for."""
+    """Raises RunError with CONFIG if an argument is not one of the function's keyword arguments."""
     parameters = inspect.signature(function).parameters.values()
     known = [p.name for p in parameters if p.default is not p.empty]
     unknown = sorted(set(args) - set(known))
@@ -1252,10 +1259,10 @@ def resume(run_dir, policy, optimizer, cfg):
 
 
 def count_useless(streak, numbers, step, is_replay):
-    """The number of steps in a row of no use. Raises RunError with NUMERICS at three."""
+    """The number of consecutive useless steps. Raises RunError with NUMERICS at three."""
     is_useless = numbers["optim/skipped"] or (numbers["policy/kl_sampler"] > 1 and not is_replay)
     streak = streak + 1 if is_useless else 0
-    what = f"no finite gradient, or a KL above 1, in three steps in a row; step {step}: {numbers}"
+    what = f"no finite gradient, or a KL above 1, in three consecutive steps; step {step}: {numbers}"
     require(streak < 3, NUMERICS, what)
     return streak
 

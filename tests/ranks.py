@@ -31,7 +31,7 @@ def replays(runs):
 def sender_to_nobody():
     """A WeightSender whose group is rank 0 alone."""
     sender = SimpleNamespace(urls=[], device=torch.device("cpu"), store=dist.HashStore())
-    sender.process_group = trainer.make_group(sender.store, 0, {"backend": "gloo", "size": 1, "timeout_s": 60})
+    sender.process_group = trainer.make_process_group(sender.store, 0, {"backend": "gloo", "size": 1, "timeout_s": 60})
     sender.post_all = lambda path: []
     sender.workers_do = lambda method, specs: contextlib.nullcontext()
     return sender

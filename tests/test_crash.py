@@ -408,7 +408,7 @@ def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", some([
-    ({"bias": 5.0}, "a KL above 1, in three steps in a row.* exit=5 "),
+    ({"bias": 5.0}, "a KL above 1, in three consecutive steps.* exit=5 "),
     ({"generate 6": "exit"}, "ended with status 0 before the run was done .role=inference "),
     ({"generate 6": "silent"}, r"no role made progress for 15 s \(watchdog\).*role=trainer "),
     ({"sync 3": "raise"}, "fault asked for: sync raises after its first tensor"),
@@ -435,7 +435,7 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_neither_sent_nor_written(value):
     tensors = {"fine": torch.ones(3), "broken": torch.tensor([1.0, value])}
-    with pytest.raises(RunError, match="version 1: 1 of 2 tensors are not finite, the first is broken") as e:
+    with pytest.raises(RunError, match="version 1: 1 of 2 tensors are not finite: broken") as e:
         trainer.refuse_non_finite(tensors, "version 1")
     assert e.value.code == 5
 

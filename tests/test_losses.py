@@ -282,3 +282,11 @@ def test_an_argument_is_taken_or_refused_and_changes_what_it_says(name, make_cfg
         with pytest.raises(configs.RunError, match=rf"{name} has no argument \['{key}'\]: it takes .*") as e:
             trainer.check_hooks(t)
         assert e.value.code == 2 and all(f"'{known}'" in str(e.value) for known in TAKES[name])
+
+
+def test_k3_never_pushes_away_from_the_reference():
+    """Where the difference is cut, at 20 nats, the gradient is 0, not the other way round."""
+    log_r_N = torch.tensor([-30.0, -1.0, 0.0, 1.0, 30.0]).requires_grad_()
+    trainer.k3(log_r_N).sum().backward()
+    expected = [0.0, math.expm1(-1.0), 0.0, math.expm1(1.0), 0.0]
+    assert log_r_N.grad.tolist() == pytest.approx(expected)

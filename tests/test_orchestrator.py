@@ -207,6 +207,7 @@ def test_two_calls_at_once_are_two_sequences(make_cfg):
     ("extra", torch.ones(3, 1), r"DataError: field 'extra' has values of shape \(3, 1\)"),
     ("extra", ["a", "b", "c"], "ValueError: could not convert string to float"), ("extra", None, "DataError: .*extra"),
     ("reward", [1, 2, 3], "DataError: a field may not be called 'reward', nor any of .*'staleness'"),
+    ("row", [1, 2, 3], "DataError: a field may not be called 'row', nor any of .*'staleness'"),  # collate's own
 ])  # fmt: skip
 def test_fields_of_the_environment_are_checked_where_the_rollout_ends(name, values, error, make_cfg):
     class Adds(SingleTurnEnv):

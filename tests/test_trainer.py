@@ -81,7 +81,7 @@ def by_turn(groups, name="mean", gamma=1.0):
     sequences = []
     for g, group in enumerate(groups):
         for i, m in enumerate(group):
-            sequences.append(m | {"baseline": ("e", g, ""), "rollout": i, "turn": torch.arange(m["num_turns"])})
+            sequences.append(m | {"baseline_key": ("e", g, ""), "rollout": i, "turn": torch.arange(m["num_turns"])})
             sequences[-1]["tokens"] = sequences[-1]["turn"]
     trainer.add_advantages(sequences, SimpleNamespace(advantage=name, gamma=gamma))
     rows = iter(s["adv"].tolist() for s in sequences)
@@ -91,6 +91,10 @@ def by_turn(groups, name="mean", gamma=1.0):
 def first_is_one(rewards_G, group):
     assert len(rewards_G) == len(group) and "reward" in group[0]
     return torch.tensor([1.0] + [0.0] * (len(group) - 1))
+
+
+def endless(rewards_G, group):
+    return rewards_G / 0
 
 
 def test_advantages():
@@ -106,6 +110,12 @@ def test_advantages():
     assert found("batch_std")[1] == pytest.approx([-0.3 / std, -0.1 / std, 0.4 / std])
     assert found("leave_one_out")[1][2] == pytest.approx(0.9 - (0.2 + 0.4) / 2)
     assert found("test_trainer:first_is_one")[1] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "batch_std", "leave_one_out"])
+def test_an_agent_that_spoke_in_one_rollout_alone_has_no_advantage(name):
+    assert trainer.compute_advantages([[member(1.0)], [member(0.0), member(1.0)]], name)[0] == [0.0]
+    assert trainer.compute_advantages([], name) == []  # a batch of demonstrations
 
 
 def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
@@ -429,6 +439,22 @@ def test_minibatches_partition_a_batch():
     assert len(drawn((0, 0, 0), 20)) == 11 and drawn((0, 0, 0), 1) == [list(range(11))]
 
 
+def test_a_rank_without_a_row_computes_the_shortest_of_the_pass(make_cfg, tmp_path, monkeypatch):
+    """Not the first of the batch, which may be the longest."""
+    cfg = make_cfg("trainer.micro_batch_size=1", "max_seq_len=40")
+    batch = batch_of(tmp_path, ragged(11, longest=36))
+    lens = [len(s["tokens"]) for s in batch.sequences]
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(trainer.dist, "get_rank", lambda: 1)
+    parts = trainer.partition_by_length(lens, 40, 2, *trainer.PADDING["cpu"])
+    policy = SimpleNamespace(device=CPU)
+    for part, micro in zip(parts, trainer.make_micros(policy, batch.sequences, batch.info, cfg), strict=True):
+        longest = max(lens[i] for i in part)
+        assert micro["ids_BW"].shape[1] <= 4 * math.ceil(longest / 4)
+        if len(part) == 1:
+            assert not micro["mask_N"].any() and not micro["ce_N"].any()
+
+
 @pytest.mark.parametrize("updates, minibatches", [(1, 1), (2, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("weight, is_known", [("sequence_mask", True), ("sequence_mask", False), ("", False)])
 def test_pi_old_is_the_policy_before_the_first_update(
@@ -733,7 +759,7 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     own = ["trainer.loss=test_trainer:nan_loss", f"output_dir={tmp_path}"]
     done = run_trainer(tmp_path / "test.toml", "--replay", saved, *own, check=False)
     assert done.returncode == 5
-    message = "[trainer] exit=5 no finite gradient, or a KL above 1, in three steps in a row; step 2: "
+    message = "[trainer] exit=5 no finite gradient, or a KL above 1, in three consecutive steps; step 2: "
     assert done.stderr.splitlines()[-1].startswith(message)
     (metrics,) = tmp_path.glob("**/metrics.jsonl")
     assert [line["step"] for line in lines(metrics)] == [0, 1] and "NaN" not in metrics.read_text()
@@ -864,9 +890,8 @@ def test_batches_that_were_once_wrong_or_infinite(make_cfg, tmp_path):
     batch = trainer.load_batch(tmp_path / "a.safetensors")
     assert batch.info["max_tokens"] == max(len(s["tokens"]) for s in sequences)
     assert math.isfinite(gradients(make_cfg("trainer.loss=dr_grpo"), batch)[0]["loss"])
-    for name in ("std", "leave_one_out"):
-        with pytest.raises(RunError, match=f"trainer.advantage = '{name}': not finite"):
-            gradients(make_cfg(f"trainer.advantage={name}"), batch_of(tmp_path, sequences[:1]))
+    with pytest.raises(RunError, match="trainer.advantage = 'test_trainer:endless': not finite"):
+        gradients(make_cfg("trainer.advantage=test_trainer:endless"), batch_of(tmp_path, sequences))
     strange = [s | {"old_logp": [-200.0 * m for m in s["mask"]]} for s in sequences]
     metrics = gradients(make_cfg(), batch_of(tmp_path, strange))[0]
     assert all(math.isfinite(value) for value in metrics.values()) and metrics["policy/kl_sampler"] > 1e8
@@ -1245,7 +1270,7 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
         sent = {name: w + 1 for name, w in sent.items()}
     assert routes == ["/collective_rpc", *["/pause", "/collective_rpc", "/resume"] * 2]
     sent["c"] /= 0
-    with pytest.raises(RunError, match=r"sync of version 3: 1 of 4 tensors are not finite, the first is c") as e:
+    with pytest.raises(RunError, match=r"sync of version 3: 1 of 4 tensors are not finite: c") as e:
         trainer.send_weights(sender, SimpleNamespace(model=None), 3, cfg)
     assert e.value.code == 5 and routes[-1] != "/resume"
 

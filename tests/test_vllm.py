@@ -187,9 +187,9 @@ def test_wrong_tensors_are_caught(what, connect):
 @pytest.mark.parametrize("mutate", [swapped, scaled])
 def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch):
     cfg, policy, sender = connect("fp32")
-    honest = trainer.send_group
+    honest = trainer.send_block
     with caught_by_the_canary(sender, policy, cfg):
-        monkeypatch.setattr(trainer, "send_group", lambda to, number, w: honest(to, number, w | mutate(w)))
+        monkeypatch.setattr(trainer, "send_block", lambda to, number, w: honest(to, number, w | mutate(w)))
         trainer.sync_weights(sender, policy, 1, cfg)
 
 

@@ -71,7 +71,7 @@ def longest_batch(cfg, vocab):
     for i in range(num):
         sequence = {"env": "check", "example": 0, "group": 0, "rollout": i, "agent": "", "trainable": True}
         sequence |= {"reward": i % 2, "num_turns": 1, "num_tokens": length - 1, "truncated": False}
-        sequence |= {"staleness": 0, "temperature": cfg.sampling.temperature, "baseline": ("check", 0, "")}
+        sequence |= {"staleness": 0, "temperature": cfg.sampling.temperature, "baseline_key": ("check", 0, "")}
         sequence["tokens"] = torch.randint(vocab, [length], generator=draw, dtype=torch.int32)
         sequence["mask"] = torch.arange(length) > 0
         sequence["old_logp"] = torch.full([length], torch.nan)

@@ -49,7 +49,7 @@ def make_groups(size, lora=False):
 def copy(rank, port, size):
     """A plain broadcast of `size` bytes in 256 MiB parts, into memory touched before, between two processes -> s."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=60))
-    group = trainer.make_group(store, rank, {"backend": "gloo", "size": 2, "timeout_s": 60})
+    group = trainer.make_process_group(store, rank, {"backend": "gloo", "size": 2, "timeout_s": 60})
     part = torch.ones(min(256 << 20, size), dtype=torch.uint8)
     group.broadcast(part, 0).wait()
     began = time.perf_counter()

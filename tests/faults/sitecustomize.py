@@ -36,7 +36,7 @@ POINTS = {
     "bwd": ("return", "Policy.forward", "train_step", step),
     "opt": ("call", "apply_gradients", "train_step", step),
     "gather": ("call", "stream_weights", "send_weights", version),
-    "bcast": ("call", "send_group", "send_weights", version),
+    "bcast": ("call", "send_block", "send_weights", version),
     "ckpt_write": ("return", "HuggingFaceStorageWriter.write_data", "save_checkpoint", step),
     "ckpt_before_rename": ("c_call", os.rename, "save_checkpoint", step),
     "ckpt_after_rename": ("c_return", os.rename, "save_checkpoint", step),
