@@ -65,11 +65,12 @@ class Client:
                 self.version = int(self.file.read_text())
             await asyncio.sleep(0.02)
 
-    async def post(self, server, path, body):
-        """Returns the reply as a dict. A group keeps its number `server`, so it stays on one server and its prefix
-        cache. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is full."""
+    async def post(self, group, path, body):
+        """Returns the reply as a dict. All of a group, which is its index, goes to one server, which has its prompt in
+        its prefix cache. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is
+        full."""
         urls = self.cfg.inference.urls
-        url = urls[server % len(urls)] + path
+        url = urls[group % len(urls)] + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
@@ -87,9 +88,9 @@ class Client:
             await asyncio.sleep(pause)
 
 
-async def sample(client, server, prompt, tools=None, version=None, user="", **override):
-    """Asks for one completion of messages, or of text for base models -> Reply. version: the one to use if adapters can
-    serve it; user: a name for the rollout, which the server may log. Raises Truncated if max_seq_len is reached."""
+async def sample(client, group, prompt, tools=None, user="", **override):
+    """Asks for one completion of messages, or of text for base models -> Reply. user: a name for the rollout, which the
+    server may log. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
@@ -99,20 +100,19 @@ async def sample(client, server, prompt, tools=None, version=None, user="", **ov
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
-    oldest = live - cfg.orchestrator.max_staleness  # older adapters are unloaded
-    body["model"] = configs.served_name(cfg, live if version is None else max(version, oldest))
+    body["model"] = configs.served_name(cfg, live)
     if isinstance(prompt, str):
         body |= {"prompt": prompt, "logprobs": 0}
-        reply = await client.post(server, "/v1/completions", body)
+        reply = await client.post(group, "/v1/completions", body)
         choice = reply["choices"][0]
         message = choice["text"]
         prompt_ids = choice["prompt_token_ids"]
         logps = choice["logprobs"]["token_logprobs"]
     else:
         body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
-        reply = await client.post(server, "/v1/chat/completions", body)
+        reply = await client.post(group, "/v1/chat/completions", body)
         choice = reply["choices"][0]
-        # All of it: what vLLM's parsers took out of the content belongs into the next prompt as well.
+        # All of it: what vLLM's parsers took out of the content belongs in the next prompt, too.
         message = {key: value for key, value in choice["message"].items() if value}
         message.setdefault("content", "")
         prompt_ids = reply["prompt_token_ids"]
@@ -135,21 +135,23 @@ class Rollout:
     versions: list[int] = field(default_factory=list)  # live at start and end of each turn
     num_turns: int = 0  # messages sampled
     num_tokens: int = 0  # sampled
+    temperature: float = 1.0  # they were sampled at it
     reward: float | None = None  # None: unscored
     turn_rewards: list[float] | None = None  # if the rubric gives them
     agent_rewards: dict = field(default_factory=dict)  # {agent: reward}; other agents have the rollout's
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
-    error: str = ""  # by which it was lost, and where
+    error: str = ""  # why it was lost, and where
 
 
-# The rollouts of one row, which are each other's baseline. index: in the environment's order. dropped: why nothing is
-# learned from them: "failed", "long" (prompt), "empty" (nothing to train on), "flat" (zero variance), or "".
+# The rollouts of one row, which are each other's baseline. index: its place in the environment's order; row: its number
+# in the dataset. dropped: why nothing is learned from them: "failed", "long" (prompt), "empty" (nothing to train on),
+# "flat" (zero variance), or "".
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
-METADATA |= {"staleness", "temperature", "at", "adv", "lens"}
+METADATA |= {"staleness", "at", "adv", "lens"}
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 
@@ -207,13 +209,15 @@ async def guard(rollouts, work, timeout_s):
         for r in rollouts:
             r.reward = None
             r.turn_rewards = None
+            r.agent_rewards = {}
             r.metrics = {}  # a lost rollout counts in no mean
             r.error = describe(e)
 
 
 async def run_rollout(env, row, ask, step, cfg):
-    """A rollout from prompt to reward. ask: sample(), bound to a client and a server."""
+    """A rollout from prompt to reward. ask: sample(), bound to a client and a group."""
     r = Rollout({})
+    r.temperature = cfg.sampling.temperature
     o = cfg.orchestrator
 
     async def generate(prompt, tools=None, agent="", trainable=True):
@@ -236,7 +240,7 @@ async def run_rollout(env, row, ask, step, cfg):
             await env.rollout(r.state, generate)
         except Truncated:
             r.truncated = True
-        if r.num_turns == 0:  # the prompt itself is too long
+        if r.num_turns == 0:  # usually because the prompt itself is too long
             return
         # 2. Fields of the environment's own, and the reward.
         await call(env.add_fields, state=r.state, sequences=r.sequences)
@@ -254,16 +258,16 @@ async def run_rollout(env, row, ask, step, cfg):
     return r
 
 
-async def run_group(env, row, n, ask, step, cfg, places):
-    """n rollouts of one row, and the rewards that depend on all of them. places: a semaphore of rollouts under way."""
+async def run_group(env, row, size, ask, step, cfg, running):
+    """`size` rollouts of one row, and the rewards that depend on all of them. running: a semaphore of rollouts."""
 
     async def one(i):
         ask_as_i = functools.partial(ask, user=str(i))
-        async with places:
+        async with running:
             return await run_rollout(env, row, ask_as_i, step, cfg)
 
     o = cfg.orchestrator
-    rollouts = await asyncio.gather(*(one(i) for i in range(n)))
+    rollouts = await asyncio.gather(*(one(i) for i in range(size)))
     scored = [r for r in rollouts if r.reward is not None]
     scoring = env.rubric.score_group([r.state for r in scored])
     more = await guard(scored, scoring, o.generation_timeout)
@@ -281,6 +285,13 @@ async def run_group(env, row, n, ask, step, cfg, places):
 # --- which rows, and what becomes of them -----------------------------------------------------------------------------
 
 
+@functools.cache
+def shuffled(num, seed, epoch):
+    """The row numbers of an epoch, in its order."""
+    rng = np.random.default_rng((seed, epoch))
+    return rng.permutation(num).tolist()
+
+
 class Order:
     """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes
     each row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in
@@ -296,21 +307,16 @@ class Order:
         self.open = set(state["open"])
         self.memory = state["extra"]
         self.requeued = sorted(self.open)  # a killed run had these open; they come first
-        self.errors = deque(maxlen=200)  # those that the last rollouts were lost by; "" for each that was not
+        self.errors = deque(maxlen=200)  # of the last rollouts; "" for each that was not lost
         self.num_useless = 0  # groups in a row
 
     def state(self):
         return {"next": self.next, "open": sorted(self.open), "extra": self.memory}
 
-    @functools.cache  # noqa: B019  an order lives as long as the run
-    def epoch(self, number):
-        rng = np.random.default_rng((self.cfg.run.seed, number))
-        return rng.permutation(len(self.rows)).tolist()
-
     def row_of(self, index):
         """The number of the row that an index stands for."""
-        number, place = divmod(index, len(self.rows))
-        return self.epoch(number)[place]
+        epoch, place = divmod(index, len(self.rows))
+        return shuffled(len(self.rows), self.cfg.run.seed, epoch)[place]
 
     def take(self, step):
         """The next index and the number of its row."""
@@ -353,7 +359,7 @@ class Order:
             raise RunError(DATA, f"{what} (orchestrator.max_error_share = {o.max_error_share})")
         self.num_useless = self.num_useless + 1 if group.dropped else 0
         outcomes = [r.error or r.reward for r in group.rollouts][:4]
-        what = f"{self.num_useless} groups of {group.env} in a row had nothing to learn from, last: {group.dropped}"
+        what = f"{self.num_useless} groups of {group.env} in a row taught nothing, the last was {group.dropped}"
         limit = 10 * o.batch_size // o.rollouts_per_example
         require(self.num_useless <= limit, DATA, f"{what}, {outcomes}; launch.sh --check says more")
 
@@ -361,10 +367,12 @@ class Order:
 def unusable(rollouts):
     """Why there is nothing to train on in a group, or ""."""
     scored = [r for r in rollouts if r.reward is not None]
-    if len(scored) < 2:
-        return "failed" if any(r.error for r in rollouts) else "long"
     is_trained = any(s["trainable"] and s["mask"].any() for r in scored for s in r.sequences)
-    return "" if is_trained else "empty"
+    if len(scored) > 1:
+        return "" if is_trained else "empty"
+    if any(r.error for r in rollouts):
+        return "failed"
+    return "long" if any(r.truncated for r in rollouts) else "empty"
 
 
 def deal(ratios):
@@ -447,7 +455,7 @@ def commit_batch(step, groups, orders, run_dir, cfg):
             lines.append({"step": step, "version": version} | about | talk)
             if r.reward is None or group.dropped:
                 continue
-            about |= {"staleness": step - version, "temperature": cfg.sampling.temperature}
+            about["staleness"] = step - version
             for s in r.sequences:
                 reward = r.agent_rewards.get(s["agent"], r.reward)
                 sequences.append(about | s | {"reward": reward})
@@ -476,9 +484,8 @@ def resume(run_dir, cfg):
     newest = max(run_dir.glob("batches/step_*.safetensors"), default=None)
     if step or newest:
         path = batch_file(run_dir, next_step - 1)
-        require(
-            newest == path, STORAGE, f"the newest batch is {newest}, not {path}: one is missing. Remove those after it"
-        )
+        what = f"the newest batch is {newest}, not {path}: one is missing. Remove those after it"
+        require(newest == path, STORAGE, what)
         try:
             info = json.loads(safe_open(path, "np").metadata()["info"])
             run = info["run"]
@@ -575,7 +582,7 @@ async def run(cfg):
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code
     client = Client(cfg)
     # 2. One task for each batch, S versions ahead of the trainer; evaluations run beside them.
-    places = asyncio.Semaphore(o.max_concurrent)
+    running = asyncio.Semaphore(o.max_concurrent)
     num_groups = o.batch_size // o.rollouts_per_example
     slots = deal({env.name: env.ratio for env in cfg.env})
     slots = itertools.islice(slots, start * num_groups, None)
@@ -592,12 +599,12 @@ async def run(cfg):
             if start <= n < cfg.run.max_steps:
                 await client.until(max(0, n - o.max_staleness))
                 shares = Counter(itertools.islice(slots, num_groups))
-                work = produce(n, shares, batch, evaluation, envs, orders, client, places, run_dir, cfg)
+                work = produce(n, shares, batch, evaluation, envs, orders, client, running, run_dir, cfg)
                 batch = [tasks.create_task(work)]
     await client.session.close()
 
 
-async def produce(n, shares, previous, evaluation, envs, orders, client, places, run_dir, cfg):
+async def produce(n, shares, previous, evaluation, envs, orders, client, running, run_dir, cfg):
     """Generates batch n, with `shares` groups of each environment, and commits it after the previous one."""
     o = cfg.orchestrator
 
@@ -605,7 +612,7 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, places,
         env = envs[name]
         ask = functools.partial(sample, client, index)
         size = o.rollouts_per_example
-        rollouts = await run_group(env, env.dataset[row], size, ask, n, cfg, places)
+        rollouts = await run_group(env, env.dataset[row], size, ask, n, cfg, running)
         dropped = unusable(rollouts) or orders[name].keep(rollouts)
         group = Group(name, index, row, rollouts, dropped)
         orders[name].count(group)
@@ -623,7 +630,7 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, places,
     for order in orders.values():
         groups += order.extra(n)
     await asyncio.gather(*previous)  # commits are in order
-    if evaluation:  # without batch n there is no version after n
+    if evaluation:  # without a batch the trainer waits: version n stays live until it is measured
         await client.until(n)
         await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
     commit_batch(n, groups, orders, run_dir, cfg)

@@ -6,7 +6,6 @@ torchrun ranks.py --memory config.toml     prints for each rank how much memory 
 import contextlib
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,8 +30,8 @@ def replays(runs):
 
 def sender_to_nobody():
     """A WeightSender whose group is rank 0 alone."""
-    sender = SimpleNamespace(urls=[], device=torch.device("cpu"), limit=timedelta(seconds=60))
-    sender.group = trainer.make_group(dist.HashStore(), 0, {"backend": "gloo", "size": 1, "timeout_s": 60})
+    sender = SimpleNamespace(urls=[], device=torch.device("cpu"), store=dist.HashStore())
+    sender.process_group = trainer.make_group(sender.store, 0, {"backend": "gloo", "size": 1, "timeout_s": 60})
     sender.post_all = lambda path: []
     sender.workers_do = lambda method, specs: contextlib.nullcontext()
     return sender

@@ -26,8 +26,8 @@ def micro_of(old, adv, row=None, mask=None, **numbers):
     row_N = torch.tensor(row or [0] * len(old))
     micro = {"old_logp_N": old, "adv_N": adv, "mask_N": mask_N, "row_N": row_N, "ce_N": torch.zeros_like(old)}
     micro["ids_BW"] = torch.zeros(int(row_N.max()) + 1, 8)
-    micro |= {"tokens": max(1, int(mask_N.sum())), "ce_tokens": 1, "max_tokens": 2}
-    return micro | {"sequences": max(1, len(row_N[mask_N].unique()))} | numbers
+    micro |= {"num_mask": max(1, int(mask_N.sum())), "num_ce": 1, "max_tokens": 2}
+    return micro | {"num_sequences": max(1, len(row_N[mask_N].unique()))} | numbers
 
 
 def step_loss(name, micro, logp, args=None, weight="", weight_args=None):
@@ -60,7 +60,7 @@ def test_losses_by_token_have_the_gradients_of_their_papers(name, delta, adv):
     old = double(OLD)
     logp = (old + double(LOG_R)).requires_grad_()
     micro = micro_of(
-        old, torch.full_like(old, adv), sequences=5
+        old, torch.full_like(old, adv), num_sequences=5
     )  # of 2 tokens at most: dr_grpo's divisor is 10 as well
     args = {"delta": delta} if delta < math.inf else {}
     loss, logs = step_loss(name, micro, logp, args)

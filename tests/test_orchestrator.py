@@ -78,14 +78,15 @@ def test_which_groups_teach_something(make_cfg):
     said, cut = ([{"mask": np.array([0, last]), "trainable": True}] for last in (1, 0))
     judge = [{"mask": np.array([0, 1]), "trainable": False}]
     good, slow, bad = (Rollout({}, said, reward=r, num_turns=n) for r, n in ((1.0, 1), (1.0, 3), (0.0, 1)))
-    lost, unsaid = Rollout({}, error="X: why"), Rollout({})
+    lost, long, silent = Rollout({}, error="X: why"), Rollout({}, truncated=True), Rollout({})
     masked, other = Rollout({}, cut, reward=0.5, num_turns=1), Rollout({}, reward=0.7, num_turns=1)
 
     def dropped(*rollouts, **keys):
         cfg = make_cfg(*(f"trainer.{key}={value}" for key, value in keys.items()))
         return unusable(rollouts) or Order([{}], cfg).keep(rollouts)
 
-    assert [dropped(good, lost), dropped(unsaid, unsaid), dropped(masked, other)] == ["failed", "long", "empty"]
+    assert [dropped(good, lost), dropped(long, long)] == ["failed", "long"]
+    assert [dropped(silent, silent), dropped(masked, other)] == ["empty", "empty"]  # it never asked; nothing is trained
     assert dropped(Rollout({}, judge, reward=1.0), Rollout({}, judge, reward=0.0)) == "empty"
     assert dropped(good, good, lost) == dropped(good, slow) == "flat"
     assert dropped(good, bad, lost) == dropped(good, masked) == dropped(good, slow, gamma=0.9) == ""
@@ -145,26 +146,6 @@ def test_what_is_asked_again(make_cfg):
 
     assert asyncio.run(go()) == [{}, ServerError, ServerError, Truncated]
     assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1}
-
-
-def test_an_evaluation_asks_for_its_adapter_while_it_is_loaded(make_cfg):
-    """At version 4 with S = 1 the trainer keeps adapters 3 and 4 (and 2, until all know about 4)."""
-    cfg, asked = make_cfg("trainer.dtype=bf16", "trainer.use_lora=true", "orchestrator.max_staleness=1"), []
-
-    async def post(server, path, body):
-        asked.append(body["model"])
-        choice = {"text": "", "token_ids": [], "finish_reason": "stop", "logprobs": {"token_logprobs": []}}
-        return {"choices": [choice | {"prompt_token_ids": [1]}]}
-
-    async def go():
-        client = Client(cfg)
-        client.post, client.version = post, 4
-        for version in (None, 4, 3, 2, 0):
-            await orchestrator.sample(client, 0, "text", version=version)
-        await client.session.close()
-
-    asyncio.run(go())
-    assert asked == [f"test-v{n}" for n in (4, 4, 3, 3, 3)]
 
 
 def test_evaluations_count_what_was_lost():

@@ -195,7 +195,7 @@ def log_normal(num, seed=0):
 def test_micro_batches_keep_the_budget_and_every_sequence_and_waste_little(ranks):
     rng = np.random.default_rng(0)
     cases = [(rng.integers(1, 65, num).tolist(), 128) for num in (1, 2, 5, 300)] + [([9, 200, 3], 128)]
-    shapes_of = [trainer.SHAPES["cpu"], (8, 128)]
+    shapes_of = [trainer.PADDING["cpu"], (8, 128)]
     for (lens, budget), (multiple, overhead) in itertools.product([*cases, (log_normal(512), 65536)], shapes_of):
         parts = trainer.partition_by_length(lens, budget, ranks, multiple, overhead)
         assert sorted(sum(parts, [])) == list(range(len(lens)))
@@ -236,7 +236,7 @@ def test_fields_and_numbers_arrive_at_the_loss_tokens(tmp_path):
     assert micro["weight_N"].tolist() == [i / 2 for _, i, _ in at] and "note_N" not in micro
     assert micro["tokens_N"].tolist() == [sequences[i]["tokens"][j] for _, i, j in at]
     assert micro["ids_BW"].flatten()[micro["index_N"] + 1].tolist() == micro["tokens_N"].tolist()
-    assert micro["ids_BW"].shape[1] % trainer.SHAPES["cpu"][0] == 0
+    assert micro["ids_BW"].shape[1] % trainer.PADDING["cpu"][0] == 0
     untrained = trainer.collate(batch.sequences[:1], CPU)
     assert untrained["mask_N"].tolist() == [False] and untrained["ce_N"].tolist() == [0.0]
 
@@ -309,8 +309,9 @@ def loss_by_hand(model, sequences):
         r = (logp.detach() - s["old_logp"][is_loss]).exp().clamp(max=5)
         terms["mask"].append(-(r * s["adv"][is_loss] * logp)[s["mask"][is_loss]])
         terms["ce"].append(-s["ce"][is_loss] * logp)
-    num_ce = sum(int(s["ce"].count_nonzero()) for s in sequences)
-    return torch.cat(terms["mask"]).sum() / sum(len(x) for x in terms["mask"]) + torch.cat(terms["ce"]).sum() / num_ce
+    num_ce = max(1, sum(int(s["ce"].count_nonzero()) for s in sequences))
+    num_mask = max(1, sum(len(x) for x in terms["mask"]))
+    return torch.cat(terms["mask"]).sum() / num_mask + torch.cat(terms["ce"]).sum() / num_ce
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
@@ -502,7 +503,7 @@ def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
     draw, seen = np.random.default_rng(0), torch._dynamo.utils.counters["stats"]
     for _ in range(100):
         lens = np.minimum(draw.lognormal(np.log(3000) - 0.9**2 / 2, 0.9, 512).astype(int) + 16, 16384)
-        parts = trainer.partition_by_length(lens, 65536, 1, *trainer.SHAPES["cuda"])
+        parts = trainer.partition_by_length(lens, 65536, 1, *trainer.PADDING["cuda"])
         waste.append(sum(len(part) * -(-max(lens[part]) // 64) * 64 for part in parts) / lens.sum() - 1)
         for part in (parts[0], parts[len(parts) // 2], min(parts, key=len)):
             rows = [torch.randint(64, [length]).tolist() for length in lens[part] // 32 + 1]
@@ -928,7 +929,7 @@ def test_checkpoints_are_kept_and_resumed_from_with_what_a_recipe_adds(trained, 
     cfg = make_cfg("checkpoint.keep=2")
     policy, optimizer = trained(cfg)
     for step in (1, 2, 3):
-        policy.extra = {"count": step, "mean": torch.full((2, 3), float(step))}
+        policy.extra = {"count": torch.tensor(step), "mean": torch.full((2, 3), float(step))}
         trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     last = tmp_path / "checkpoints" / "step_000003"

@@ -189,7 +189,7 @@ def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch)
     cfg, policy, sender = connect("fp32")
     honest = trainer.send_group
     with caught_by_the_canary(sender, policy, cfg):
-        monkeypatch.setattr(trainer, "send_group", lambda group, w, *x: honest(group, w | mutate(w), *x))
+        monkeypatch.setattr(trainer, "send_group", lambda to, number, w: honest(to, number, w | mutate(w)))
         trainer.sync_weights(sender, policy, 1, cfg)
 
 

@@ -17,7 +17,7 @@ async def evaluate(due, envs, client):
     """Evaluates the first eval.num_examples rows of each environment at version `due`.
 
     Batch `due` is not committed meanwhile, for at most eval.hold_s. If that is too short the weights change on the way,
-    and version_last says so. Adapters serve the first version while it is loaded, max_staleness more."""
+    and version_last says so."""
     cfg = client.cfg
     path = run_directory(cfg) / "eval.jsonl"
     async with client.evaluating:  # after one that took longer than eval.every, at the version that is live then
@@ -28,31 +28,27 @@ async def evaluate(due, envs, client):
             if due in done or version in done:
                 continue
             began = time.time()
-            groups = await roll_out(env, version, client)
+            groups = await roll_out(env, client)
             metrics = eval_metrics(groups) | {"seconds": time.time() - began}
             reason = groups[0][0].error or "the prompts are too long"
             require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
-            last = client.version
-            if cfg.sends_adapters:
-                last = max(version, last - cfg.orchestrator.max_staleness)
-            line = {"step": version, "version_first": version, "version_last": last, "env": name} | metrics
+            line = {"step": version, "version_first": version, "version_last": client.version, "env": name} | metrics
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
             shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
             print(f"eval {version} | {name}:", *shown, flush=True)
 
 
-async def roll_out(env, version, client):
+async def roll_out(env, client):
     """Returns the rollouts of each row."""
     cfg = client.cfg
     e = cfg.eval
-    options = {"version": version, "temperature": e.temperature}
-    options["max_tokens"] = e.max_tokens or cfg.sampling.max_tokens
-    places = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
+    options = {"temperature": e.temperature, "max_tokens": e.max_tokens or cfg.sampling.max_tokens}
+    running = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
     groups = []
     for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
         ask = functools.partial(sample, client, i, **options)
-        groups.append(run_group(env, row, e.rollouts_per_example, ask, version, cfg, places))
+        groups.append(run_group(env, row, e.rollouts_per_example, ask, client.version, cfg, running))
     return await asyncio.gather(*groups)
 
 

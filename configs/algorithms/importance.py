@@ -1,12 +1,12 @@
 """Importance weights for any loss: trainer.importance = "importance:sequence_mask", ...
 
-pi / mu, the ratio of policy and sampler, is pi / pi_old times pi_old / mu, where pi_old is the policy before the
-batch's first update. With trainer.importance the loss gets pi / pi_old as its ratio, and each of its tokens is
-weighted by pi_old / mu, truncated or masked as below. So the distance between trainer and sampler, and the age of the
+pi / mu, the ratio of policy and sampler, is pi / prox times prox / mu, where prox is the policy before the batch's
+first update. With trainer.importance the loss gets pi / prox as its ratio, and each of its tokens is weighted by
+prox / mu, truncated or masked as below. So the distance between trainer and sampler, and the age of the
 rollouts, do not use up the clip range (decoupled PPO, 2505.24298; TRL does the same). The last two only keep or drop,
-and do not weight by pi_old / mu. Without trainer.importance the ratio is pi / mu.
+and do not weight by prox / mu. Without trainer.importance the ratio is pi / mu.
 
-A weight is a function of micro (fields as for a loss; old_logp_N is the sampler's, prox_logp_N is pi_old's) and of
+A weight is a function of micro (fields as for a loss; old_logp_N is the sampler's, prox_logp_N that of prox) and of
 logp_N, without gradient; trainer.importance_args are its keyword arguments. It returns a weight per token."""
 
 import torch
@@ -15,12 +15,12 @@ from configs.algorithms.losses import log_ratio, over_sequences
 
 
 def prox_log_ratio(micro):
-    """log(pi_old / mu)"""
+    """log(prox / mu)"""
     return log_ratio(micro["prox_logp_N"], micro["old_logp_N"])
 
 
 def sequence_ratio(micro):
-    """The product of pi_old / mu over each token's sequence."""
+    """The product of prox / mu over each token's sequence."""
     sum_N, _ = over_sequences(micro, prox_log_ratio(micro))
     return sum_N.clamp(-20, 20).exp()
 
@@ -31,28 +31,28 @@ def mask_outside(weight_N, low, high):
 
 
 def token_truncate(micro, logp_N, low=0.0, high=2.0):
-    """min(pi_old / mu, high) (TIS, fengyao.notion.site/off-policy-rl)."""
+    """min(prox / mu, high) (TIS, fengyao.notion.site/off-policy-rl)."""
     return prox_log_ratio(micro).exp().clamp(low, high)
 
 
 def token_mask(micro, logp_N, low=0.0, high=3.0):
-    """pi_old / mu from low to high, otherwise 0 (TRL's token_mask)."""
+    """prox / mu from low to high, otherwise 0 (TRL's token_mask)."""
     return mask_outside(prox_log_ratio(micro).exp(), low, high)
 
 
 def sequence_truncate(micro, logp_N, low=0.0, high=3.0):
-    """min(product of pi_old / mu over the sequence, high) (TRL's sequence_truncate)."""
+    """min(product of prox / mu over the sequence, high) (TRL's sequence_truncate)."""
     return sequence_ratio(micro).clamp(low, high)
 
 
 def sequence_mask(micro, logp_N, low=0.0, high=3.0):
-    """The product of pi_old / mu over the sequence if it is from low to high, otherwise 0 (TRL's default,
+    """The product of prox / mu over the sequence if it is from low to high, otherwise 0 (TRL's default,
     sequence_mask). The longer a sequence, the further a product is from 1; see geometric_mask."""
     return mask_outside(sequence_ratio(micro), low, high)
 
 
 def geometric_mask(micro, logp_N, low=0.99, high=1.01):
-    """1 if the geometric mean of pi_old / mu over the sequence is from low to high, otherwise 0: a sequence is kept or
+    """1 if the geometric mean of prox / mu over the sequence is from low to high, otherwise 0: a sequence is kept or
     dropped as a whole, whatever its length (SkyRL, verl)."""
     sum_N, len_N = over_sequences(micro, prox_log_ratio(micro))
     mean_N = (sum_N / len_N).exp()

@@ -2,10 +2,10 @@
 for control runs.
 
 Copy one to write your own. A loss gets `micro`, a micro-batch of named fields with one value per loss token (adv_N,
-old_logp_N, mask_N, which is False on padding, row_N, the row of ids_BW with the token's sequence, ...) and numbers of
-the whole step (tokens, sequences, max_tokens); logp_N and entropy_N of the policy; and trainer.loss_args as keyword
-arguments. It returns the loss per token and metrics per token. compute_loss divides the sum of loss_N by
-micro["tokens"]: a loss with another divisor scales itself.
+old_logp_N, mask_N, which is False if the policy did not say it, row_N, the row of ids_BW with its sequence, ...) and
+numbers of the whole step (num_mask, num_sequences, max_tokens); logp_N and entropy_N of the policy; and
+trainer.loss_args as keyword arguments. It returns the loss per token and metrics per token. compute_loss divides the
+sum of loss_N by micro["num_mask"]: a loss with another divisor scales itself.
 
 Below r = exp(logp - old_logp) is the ratio, A the advantage, sg(x) is x without its gradient."""
 
@@ -36,7 +36,7 @@ def gspo(micro, logp_N, entropy_N, epsilon=3e-4, epsilon_high=4e-4):
     clipped_N = s_N.clamp(1 - epsilon, 1 + epsilon_high) * micro["adv_N"]
     is_clipped_N = clipped_N < s_N * micro["adv_N"]
     loss_N = -torch.minimum(s_N * micro["adv_N"], clipped_N) / len_N  # each token has its share of its sequence's
-    return loss_N * (micro["tokens"] / micro["sequences"]), {"policy/clip_frac": is_clipped_N}
+    return loss_N * (micro["num_mask"] / micro["num_sequences"]), {"policy/clip_frac": is_clipped_N}
 
 
 def dppo(micro, logp_N, entropy_N, dppo_mask=0.2, dppo_kl=1e-3):

@@ -12,7 +12,7 @@ def remember(policy):
     """Called by build_policy: the reference is the policy before a checkpoint is loaded."""
     for name, p in policy.trained().items():
         policy.extra[f"ref/{name}"] = p.detach().clone()
-    policy.extra["ref_steps"] = 0
+    policy.extra["ref_steps"] = torch.tensor(0)
 
 
 def local(tensor):
@@ -36,7 +36,8 @@ def swap(policy):
 def swapped_in(policy, t):
     """Within it the policy module computes the reference that is due at this step."""
     extra = policy.extra
-    if t.ref_sync_steps and extra["ref_steps"] and extra["ref_steps"] % t.ref_sync_steps == 0:
+    num_steps = int(extra["ref_steps"])
+    if t.ref_sync_steps and num_steps and num_steps % t.ref_sync_steps == 0:
         for name, p in policy.trained().items():
             extra[f"ref/{name}"].lerp_(p.detach(), t.ref_sync_alpha)
     extra["ref_steps"] += 1

@@ -21,5 +21,5 @@ def load_environment(num=1024, distinct=False):
 
 def slow_loss(micro, logp_N, entropy_N):
     """grpo, and TRAIN_S seconds for a step, however many micro-batches it has."""
-    time.sleep(float(os.environ["TRAIN_S"]) * int(micro["mask_N"].sum()) / micro["tokens"])
+    time.sleep(float(os.environ["TRAIN_S"]) * int(micro["mask_N"].sum()) / micro["num_mask"])
     return trainer.grpo(micro, logp_N, entropy_N)

@@ -35,7 +35,7 @@ def train(model, num, steps, dtype="fp32"):
     plain = torch.optim.AdamW(rival.parameters(), 1e-4, weight_decay=0.0, fused=True) if bare else None
 
     def by_hand():
-        for part in trainer.partition_by_length(lens, 2048, 1, *trainer.SHAPES["cpu"]):
+        for part in trainer.partition_by_length(lens, 2048, 1, *trainer.PADDING["cpu"]):
             m = trainer.collate([batch.sequences[i] for i in part], torch.device("cpu"))
             hidden_BWD = rival.model(input_ids=m["ids_BW"], use_cache=False).last_hidden_state
             log_p_NV = rival.lm_head(hidden_BWD.flatten(0, 1)[m["index_N"]]).log_softmax(-1)
