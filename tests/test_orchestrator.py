@@ -445,13 +445,6 @@ def test_slow_rollouts_are_cancelled_and_counted(run):
     assert time.monotonic() - started < 15
 
 
-def test_blocking_rewards_delay_nobody(run):
-    """Half of 16 rewards sleep 2 s in user code; one after the other they would take 16 s."""
-    started = time.monotonic()
-    run(1, '{ kind = "sleeps" }')
-    assert time.monotonic() - started < 12
-
-
 def test_no_more_than_max_concurrent_rollouts_are_under_way(run, fake_servers):
     run(2, NOISE, "orchestrator.max_concurrent=6", fake={"generate_s": 0.1})
     assert httpx.get(f"{fake_servers()}/health").json()["most"] == 6
@@ -651,83 +644,43 @@ def batch_file(run_dir, n):
     return run_dir / "batches" / f"step_{n:06d}.safetensors"
 
 
-@pytest.fixture
-def resume(run):
-    """resume(*overrides) -> orchestrator.resume of a run of four batches, evaluated each, with a checkpoint at 2."""
+def test_what_a_resumed_run_goes_on_from(run):
+    """The checkpoint, and the sampler state of the newest batch, also if that is older than the checkpoint."""
     run_dir = run(4, ANSWERS, "eval.every=1")
     (run_dir / "checkpoints" / "step_000002").mkdir()
+    states = [batch.info["sampler"] for batch in all_batches(run_dir)]
 
-    def go(*overrides):
+    def resume(*overrides):
         return orchestrator.resume(run_dir, load_config(run_dir / "config.toml", overrides))
 
-    go.run_dir = run_dir
-    return go
+    def is_refused(code, message, *overrides):
+        with pytest.raises(RunError, match=message) as e:
+            resume(*overrides)
+        return e.value.code == code
 
+    def evaluated():
+        return [e["step"] for e in lines(run_dir / "eval.jsonl")]
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_and_its_newest_batch(resume):
-    """The sampler state is that of the newest batch, also if it is older than the checkpoint."""
-    states = [batch.info["sampler"] for batch in all_batches(resume.run_dir)]
+    assert resume() == (2, 4, states[3]) and evaluated() == [0, 1, 2, 3, 4]
+    # With another learning rate the weights of versions after the checkpoint do not come again.
+    assert resume("trainer.learning_rate=0.5")[:2] == (2, 4) and evaluated() == [0, 1, 2]
+    assert is_refused(2, "seed was 0, now 3. Choose another run_name", "seed=3")
+
+    newest = load_batch(batch_file(run_dir, 3))
+    former = {"ledger" if key == "sampler" else key: value for key, value in newest.info.items()}
+    save_batch(batch_file(run_dir, 3), [{"tokens": [1], "mask": [0], "old_logp": [0.0], "turn": [0]}], former)
     assert resume() == (2, 4, states[3])
-    for n in (3, 2):
-        batch_file(resume.run_dir, n).unlink()
+
+    # Batches after a gap were sampled by versions that are far behind those that would train on them.
+    batch_file(run_dir, 2).unlink()
+    assert is_refused(6, r"the newest batch is .*step_000003.*, not .*step_000001.safetensors: one is missing")
+    batch_file(run_dir, 3).unlink()
     assert resume() == (2, 2, states[1])
-
-
-def test_batches_that_are_missing_or_damaged_are_named(resume):
-    """Those after a gap were sampled by versions that are far behind those that would train on them."""
-    batch_file(resume.run_dir, 2).rename(resume.run_dir / "kept")
-    with pytest.raises(
-        RunError, match=r"the newest batch is .*step_000003.safetensors, not .*step_000001.safetensors: one is missing"
-    ) as e:
-        resume()
-    assert e.value.code == 6
-    batch_file(resume.run_dir, 2).write_text("not a batch")
-    batch_file(resume.run_dir, 3).unlink()
-    with pytest.raises(RunError, match=r"step_000002.safetensors is damaged .*Remove it") as e:
-        resume()
-    assert e.value.code == 6
-
-
-def test_batches_of_another_configuration_are_refused(resume):
-    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
-        resume("seed=3")
-    assert e.value.code == 2
-
-
-def test_evaluations_of_weights_that_do_not_come_again_are_dropped(resume):
-    """With another learning rate those of versions after the checkpoint; with the same configuration none."""
-    assert resume()[:2] == (2, 4)
-    assert [e["step"] for e in lines(resume.run_dir / "eval.jsonl")] == [0, 1, 2, 3, 4]
-    assert resume("trainer.learning_rate=0.5")[:2] == (2, 4)
-    assert [e["step"] for e in lines(resume.run_dir / "eval.jsonl")] == [0, 1, 2]
-
-
-def test_sampler_state_of_an_older_version_is_read(resume):
-    """Its batch files call it the ledger."""
-    path = batch_file(resume.run_dir, 3)
-    batch = load_batch(path)
-    info = {"ledger" if key == "sampler" else key: value for key, value in batch.info.items()}
-    save_batch(path, [{"tokens": [1, 2], "mask": [0, 1], "old_logp": [0.0, -1.0], "turn": [0, 0]}], info)
-    assert resume() == (2, 4, batch.info["sampler"])
+    batch_file(run_dir, 2).write_text("not a batch")
+    assert is_refused(6, r"step_000002.safetensors is damaged .*Remove it")
 
 
 # --- the whole of launch.sh, with a fake server -----------------------------------------------------------------------
-
-
-def slow_cispo(micro, logp_N, entropy_N):
-    """A loss that makes a step last a second."""
-    time.sleep(1.0)
-    return trainer.cispo(micro, logp_N, entropy_N)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_overlap(launched):
-    """Generate and train take a second each; a step takes less than three quarters of their sum."""
-    slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
-    _, run_dir = launched(6, NOISE, *slow, FAKE='{"generate_s": 1.0}')
-    shares = [m["time/step_s"] / (1.0 + m["time/train_s"]) for m in lines(run_dir / "metrics.jsonl")[2:]]
-    assert min(shares) < 0.75, shares  # without overlap it is 1 in every step; load makes single steps longer
 
 
 @pytest.mark.slow
@@ -743,17 +696,6 @@ def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
     assert all(e["errors"] == 0 for e in lines(run_dir / "eval.jsonl"))
     with pytest.raises(RunError, match="inference.sleep' = True: must be left out with orchestrator.max_staleness = 1"):
         make_cfg("inference.sleep=true")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_servers_that_run_elsewhere(launched, fake_servers):
-    """inference.urls: launch.sh starts no server; the run has the server's name."""
-    url = fake_servers()
-    httpx.post(f"{url}/fake", json={})
-    _, run_dir = launched(2, NOISE, f'inference.urls=["{url}"]', ROLEMODEL_RUN_ID="run")
-    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == [0, 1]
-    assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
 
 
 def test_a_server_of_another_run_is_refused(make_cfg, fake_servers, tmp_path, monkeypatch):
