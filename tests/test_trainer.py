@@ -1163,6 +1163,17 @@ def test_a_sync_holds_one_group_at_a_time(make_cfg, tmp_path):
         assert rank["streamed_mib"] < 2 * rank["largest_mib"] and rank["kept_mib"] > 8 * rank["largest_mib"], rank
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, fake_servers, tmp_path):
+    """Random sleeps before each: a gather of the ranks and the broadcast to the server never wait for each other."""
+    make_cfg()
+    more = f'output_dir = "{tmp_path}"\nmax_steps = 300\ninference.urls = ["{fake_servers()}"]\n'
+    (tmp_path / "test.toml").write_text(more + (tmp_path / "test.toml").read_text())
+    torchrun(2, "--syncs", tmp_path / "test.toml", ROLEMODEL_RUN_ID="run")
+    assert (tmp_path / "test" / "version").read_text() == "199"
+
+
 def test_the_canary_asks_for_the_plain_distribution(make_cfg):
     """What a request leaves out, vLLM would take from a model's generation_config.json unless it is told not to."""
     asked = []
