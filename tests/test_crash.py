@@ -518,27 +518,12 @@ def finished(path, undisturbed):
     return path / "run"
 
 
-FILES = {"shard": "checkpoints/step_000002/*.safetensors", "state": "checkpoints/step_000002/state.json",
-         "batch": "batches/step_000002.safetensors", "batch's header": "batches/step_000002.safetensors"}  # fmt: skip
-DAMAGES = [(name, "cut") for name in FILES] + [("batch's header", "flip")]
-DAMAGES += [("shard", "remove"), ("state", "remove")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some(DAMAGES, 1), ids="-".join)
-def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undisturbed, tmp_path):
-    """Never one checkpoint silently for another. (A batch that is not there is simply made.)"""
-    name, damage = case
-    run_dir = finished(tmp_path, undisturbed)
-    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
-    path = sorted(run_dir.glob(FILES[name]))[-1]
-    blob = bytearray(path.read_bytes())
-    place = 4 if "header" in name else len(blob) // 2
-    blob[place] ^= 1
-    path.unlink()
-    if damage != "remove":
-        path.write_bytes(blob if damage == "flip" else blob[: -7 if place > 4 else 20])
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE)
+def test_a_damaged_checkpoint_ends_the_run_with_6_and_is_named(models, undisturbed, tmp_path):
+    """Never one checkpoint silently for another. test_trainer.py has other files and damages."""
+    path = finished(tmp_path, undisturbed) / "checkpoints" / "step_000004" / "state.json"
+    path.write_bytes(path.read_bytes()[:-7])
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=5", *ONE)
     last = run.end(6)
     assert str(path) in last and "is damaged" in last and "Remove" in last, last
     run.assert_clean()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from conftest import ROOT, all_batches, free_port, lines
+from conftest import all_batches, free_port, lines
 
 import orchestrator
 import trainer
@@ -117,14 +117,17 @@ def test_batch_files_carry_fields_by_name(kind, tmp_path):
 
 def test_what_is_asked_again(make_cfg):
     """Lost connections, 429 and 5xx three times; what the server refuses never; too long a prompt is no error."""
-    answers = {"busy": [429, 503, 200], "down": [500] * 9, "wrong": [404], "long": [400]}
+    answers = {"busy": [429, 503, 200], "down": [500] * 9, "wrong": [404], "long": [400], "full": [400]}
+    texts = {
+        "long": "This model's maximum context length is 64 tokens",
+        "full": "max_tokens must be at least 1, got 0.",  # vLLM 0.32, if a prompt leaves no room for a token
+    }
     asked = Counter()
 
     async def answer(request):
         kind = request.path[1:]
         asked[kind] += 1
-        text = "This model's maximum context length is 64 tokens" if kind == "long" else "{}"
-        return web.Response(status=answers[kind].pop(0), text=text)
+        return web.Response(status=answers[kind].pop(0), text=texts.get(kind, "{}"))
 
     async def post(client, path):
         try:
@@ -144,8 +147,8 @@ def test_what_is_asked_again(make_cfg):
         await runner.cleanup()
         return found
 
-    assert asyncio.run(go()) == [{}, ServerError, ServerError, Truncated]
-    assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1}
+    assert asyncio.run(go()) == [{}, ServerError, ServerError, Truncated, Truncated]
+    assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1, "full": 1}
 
 
 def test_evaluations_count_what_was_lost():
@@ -319,24 +322,6 @@ def test_context_that_ends_truncates(run):
     assert 56 <= max(len(s["tokens"]) for s in all_batches(run_dir)[0].sequences) <= 64
 
 
-def test_a_prompt_that_fills_the_context_truncates(fake_servers):
-    """vLLM cuts max_tokens to 0 and refuses that, in other words than a prompt that is too long."""
-
-    async def ask(num):
-        client = Client(load_config(ROOT / "configs" / "reverse_text.toml", [f'inference.urls=["{fake_servers()}"]']))
-        body = {"model": "run", "prompt": "a" * num, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
-        try:
-            return await client.post(0, "/v1/completions", body)
-        finally:
-            await client.session.close()
-
-    httpx.post(f"{fake_servers()}/fake", json={})
-    assert len(asyncio.run(ask(63))["choices"][0]["token_ids"]) == 1
-    for num in (64, 65):
-        with pytest.raises(Truncated):
-            asyncio.run(ask(num))
-
-
 def test_text_prompts_go_to_completions(run):
     rollout = lines(run(2, '{ kind = "text" }') / "rollouts.jsonl")[0]
     assert isinstance(rollout["prompt"], str) and isinstance(rollout["completion"][0], str)
@@ -476,7 +461,7 @@ def test_truncated_completions(key, run):
 def test_staleness_is_bounded_and_reached(run):
     """One request in fifty takes ten times as long. Batches of five versions are under way at once."""
     fake = {"generate_s": 0.1, "slow": [50, 1.0]}
-    run_dir = run(30, NOISE, "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
+    run_dir = run(15, NOISE, "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
     staleness = set()
     for n, batch in enumerate(all_batches(run_dir)):
         assert all(s["staleness"] == n - s["versions"][0] for s in batch.sequences)
@@ -499,7 +484,7 @@ args = {{ kind = "{other}", num_rows = 7 }}
 
 @pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
 def test_a_mix_is_trained_at_its_ratio(run, other):
-    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
+    run_dir = run(3, MIX.format(other=other), "eval.every=3", "orchestrator.rollouts_per_example=2")
     for n, batch in enumerate(all_batches(run_dir)):
         kept = {(s["env"], s["group"]) for s in batch.sequences}
         assert Counter(name for name, _ in kept) == {"often": 6, "seldom": 2}
@@ -507,7 +492,7 @@ def test_a_mix_is_trained_at_its_ratio(run, other):
         assert len(mine) == batch.info["metrics"]["rollout/num"]
         assert {"noise" in r["metrics"] for r in mine if r["env"] == "often"} == {True}
     found = [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")]
-    assert found == [(0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")]
+    assert found == [(0, "often"), (0, "seldom"), (3, "often"), (3, "seldom")]
 
 
 # --- an order of one's own --------------------------------------------------------------------------------------------

@@ -892,18 +892,18 @@ def test_a_reference_begins_where_a_run_is_resumed_with_it(betas, trained, make_
     assert (metrics.get("policy/kl_ref", 0) > 1e-9) == (betas[1] > 0)
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing"])
-def test_a_damaged_checkpoint_is_named(how, trained, make_cfg, tmp_path):
+@pytest.mark.parametrize("kind", ["*.safetensors", "state.json"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_damaged_checkpoint_is_named(is_cut, kind, trained, make_cfg, tmp_path):
     cfg = make_cfg()
     policy, optimizer = trained(cfg)
-    for step in (1, 2):
-        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
+    trainer.save_checkpoint(tmp_path, 2, policy, optimizer, cfg)
     last = tmp_path / "checkpoints" / "step_000002"
-    file = next(last.glob("*.safetensors"))
-    if how == "missing":
-        file.unlink()
-    else:
+    (file,) = last.glob(kind)
+    if is_cut:
         os.truncate(file, file.stat().st_size // 2)
+    else:
+        file.unlink()
     with pytest.raises(RunError, match=rf"{file} is damaged.* Remove {last}, then the one before it") as e:
         trainer.load_checkpoint(last, policy, optimizer, cfg)
     assert e.value.code == 6
