@@ -1,11 +1,14 @@
 """What tests run on several ranks, since torchrun takes longer to start than most of it takes.
 
 torchrun ranks.py RUNS.json                [[argument of trainer.py, ...], ...]: replays in one process group
-torchrun ranks.py --memory config.toml     prints for each rank how much memory a sync takes, in MiB"""
+torchrun ranks.py --memory config.toml     prints for each rank how much memory a sync takes, in MiB
+torchrun ranks.py --syncs config.toml      makes 200 versions live, each after a random sleep"""
 
 import contextlib
 import json
+import random
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +18,7 @@ from bench.common import reset_peak, resident
 
 import trainer
 from configs import load_config
+from configs.runtime.directory import run_directory
 
 
 def replays(runs):
@@ -63,11 +67,25 @@ def keep_all(groups):
     yield from map(dict, kept)
 
 
+def sync_often(cfg):
+    run_dir = run_directory(cfg)
+    policy = trainer.build_policy(cfg)
+    sender = None
+    if dist.get_rank() == 0:
+        sender = trainer.WeightSender(cfg, run_dir, policy.device)
+        sender.connect()
+    draw = random.Random(dist.get_rank())
+    for version in range(200):
+        time.sleep(draw.uniform(0, 0.03))
+        trainer.sync_weights(sender, policy, version, cfg)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "--memory":
+    modes = {"--memory": measure_memory, "--syncs": sync_often}
+    if sys.argv[1] in modes:
         cfg = load_config(sys.argv[2])
         trainer.start_distributed(cfg)
-        measure_memory(cfg)
+        modes[sys.argv[1]](cfg)
     else:
         runs = json.loads(Path(sys.argv[1]).read_text())
         trainer.start_distributed(load_config(runs[0][0]))

@@ -1,4 +1,4 @@
-"""200 random mixes of bad rewards, tool calls and replies: the loss stays finite or the run ends with exit code 4, and
+"""200 random mixes of bad rewards, completions and replies: the loss stays finite or the run ends with exit code 4, and
 every rollout is counted once."""
 
 import asyncio
@@ -16,23 +16,26 @@ import orchestrator
 import trainer
 from configs import load_config
 from configs.environments.rubrics import GroupRubric
-from configs.environments.tools import ToolEnv
 from configs.models.toy import as_template_sees
 from configs.runtime.role import RunError
-from env import Truncated
+from env import MultiTurnEnv, Truncated
 
 REWARDS = {
     "nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1", "true": True,
     "huge": 1e30, "list": [1.0, 2.0, 3.0, 4.0, 5.0],
 }  # fmt: skip
-TOOL_CALLS = {
-    "bad json": '{"a": ', "unknown": "{}", "missing": "{}", "no object": "[1]", "raises": '{"a": 1}',
-    "fine": '{"a": 2}', "surrogate": '{"a": "\\ud800"}', "empty": "",
-}  # fmt: skip
 TEXTS = {"plain": "hello", "empty": "", "nothing": None, "surrogate": "a\ud800b", "nul": "a\0b", "long": "x" * 10**4}
 TOKENS = {"some": 3, "eos": 1, "none": 0, "most": 20}
 FAULTS = ["logprobs none", "logprobs nan", "logprobs -inf", "logprobs short", "logprobs long", "logprobs positive",
           "no ids", "no choices", "raise", "hang"]  # fmt: skip
+
+
+class Talk(MultiTurnEnv):
+    def is_completed(self, messages, state):
+        return len(messages[-1]["content"]) % 2
+
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": messages[-1]["content"][::-1]}]
 
 
 class Chaos:
@@ -47,16 +50,6 @@ class Chaos:
         return self.rng.random() < self.share
 
     def environment(self):
-        def number(a: int) -> str:
-            """A number as text.
-
-            Args:
-                a: the number
-            """
-            if a == 1:
-                raise RuntimeError("the tool raises")
-            return "\ud800" + "long " * 4000 if self.bad() else str(a)
-
         def reward(completion):
             if not self.bad():
                 return self.rng.random()
@@ -72,7 +65,7 @@ class Chaos:
 
         rows = [{"question": f"row {i}"} for i in range(17)]
         rubric = GroupRubric([reward, of_group][: self.rng.choice([1, 2])])
-        return ToolEnv(rows, [number], max_turns=3, max_output=40, rubric=rubric)
+        return Talk(rows, max_turns=3, rubric=rubric)
 
     async def post(self, client, server, path, body):
         fault = self.rng.choice(FAULTS) if self.bad() else ""
@@ -96,10 +89,6 @@ class Chaos:
         logps = [wrong] * num if wrong is not None else logps
         logps = {"logprobs short": logps[:-1], "logprobs long": [*logps, -1.0]}.get(fault, logps)
         message = {"content": TEXTS[self.rng.choice([*TEXTS])] if self.bad() else "hello"}
-        if self.rng.random() < 0.5:
-            name = self.rng.choice([*TOOL_CALLS]) if self.bad() else "fine"
-            function = {"name": "nothing" if name == "unknown" else "number", "arguments": TOOL_CALLS[name]}
-            message["tool_calls"] = [{"id": "1", "type": "function", "function": function}]
         content = None if fault == "logprobs none" else [{"logprob": x} for x in logps]
         done = "length" if num == max_tokens else "stop"
         ids = None if fault == "no ids" else ids
@@ -113,7 +102,7 @@ def policy(models, tmp_path_factory):
     return trainer.build_policy(load_config(path))
 
 
-@pytest.mark.parametrize("block", some(range(10), 4))
+@pytest.mark.parametrize("block", some(range(10), 2))
 def test_random_mixes(block, policy, models, tmp_path, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(models["untied"])
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path, **_: tokenizer)
@@ -126,7 +115,7 @@ def test_random_mixes(block, policy, models, tmp_path, monkeypatch):
 
 def one_mix(seed, chaos, policy, models, path, monkeypatch):
     path.mkdir()
-    env = '[env]\nid = "think_env"\n[inference.args]\nenable_auto_tool_choice = true'
+    env = '[env]\nid = "think_env"'
     (path / "run.toml").write_text(RUN_TOML.format(model=models["untied"], out=path, steps=1, env=env))
     more = (f"orchestrator.max_error_share={seed % 3 / 2}", "orchestrator.generation_timeout=0.3", f"seed={seed}")
     cfg = load_config(

@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 
 import orchestrator
 import trainer
-from configs.runtime.role import RunError
 from trainer import load_batch
 
 STEPS = 4
@@ -46,7 +45,7 @@ PLACES = (trainer, orchestrator, torch.nn.utils, trainer.dcp)  # where it waits 
 class Run:
     """launch.sh with the fake server or the real vLLM, in a process group of its own, and all that descends from it."""
 
-    def __init__(self, path, model, *overrides, real=False, toml=None, prefix=(), **variables):
+    def __init__(self, path, model, *overrides, real=False, toml=None, **variables):
         self.dir, self.known, self.sessions, self.ports = path / (toml.stem if toml else "run"), set(), set(), set()
         self.scratch = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
         atexit.register(shutil.rmtree, self.scratch, True)
@@ -54,7 +53,7 @@ class Run:
         toml = toml or write_run(path, model, STEPS, ONE_TURN)
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
         path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        command = [*prefix, "bash", str(ROOT / "launch.sh"), str(toml), *overrides]
+        command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
         env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
         env |= {"PYTHONPATH": f"{FAULTS}:{env['PYTHONPATH']}"} if "FAULT" in variables else {}
         with open(self.log, "w") as out:
@@ -311,34 +310,6 @@ def test_a_rank_that_still_imports_torch_ends_with_its_parents(role, models, tmp
     run.assert_clean()
 
 
-def take_number(pid):
-    """Starts a process that has this number, which was another's until now."""
-    for _ in range(200):
-        Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
-        process = subprocess.Popen(["sleep", "600"])
-        if process.pid == pid:
-            return process
-        process.kill()
-        process.wait()
-    raise AssertionError(f"{pid} is taken")
-
-
-@pytest.mark.skipif(not os.access("/proc/sys/kernel/ns_last_pid", os.W_OK), reason="chooses a process's number")
-def test_another_process_with_a_roles_number_is_left_alone(models, tmp_path):
-    """Numbers come around, soon where there are 32,768. Here the orchestrator's does while the others end."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=4000")
-    run.wait_for(lambda: (run.dir / "version").exists())
-    pid = run.kill("orchestrator")
-    run.wait_for(lambda: not Path(f"/proc/{pid}").exists())
-    stranger = take_number(pid)
-    try:
-        assert "killed by SIGKILL (role=orchestrator" in run.end(3)
-        assert stranger.poll() is None
-    finally:
-        stranger.kill()
-        stranger.wait()
-
-
 POINTS = ("ckpt_write@0,2", "ckpt_write@1,2", "ckpt_before_rename@0,2", "ckpt_after_rename@0,2")
 
 
@@ -365,8 +336,10 @@ HANGS = {
     "the event loop": ("", BLOCKS, "orchestrator", "in env_response"),
 }
 STOPS = ["bwd@0,2", "opt@1,2", "gather@1,2", "bcast@0,2", "ckpt_write@0,2", "ckpt_after_rename@0,2", "gen@0,2"]
-STOPS += ["batch_write@0,2", "start_trainer@1,0"]
-HANGS |= {p: (f"{p}:19", ONE_TURN, "orchestrator" if p[0] in "bg" and "wd@" not in p else "trainer", "") for p in STOPS}
+STOPS += ["batch_write@0,2", "start_trainer@1,0", "start_orchestrator@0,0"]
+OF_ORCHESTRATOR = ("gen@0,2", "batch_write@0,2", "start_orchestrator@0,0")
+for point in STOPS:
+    HANGS[point] = (f"{point}:19", ONE_TURN, "orchestrator" if point in OF_ORCHESTRATOR else "trainer", "")
 
 
 @pytest.mark.slow
@@ -389,20 +362,10 @@ def test_the_watchdog_ends_what_hangs_with_all_stacks(who, models, tmp_path):
     seconds = time.monotonic() - began
     limit = 68 if who.startswith("start") else 8
     assert limit - 3 <= seconds < limit + 25, seconds
-    message = rf"no role made progress for {limit} s \(watchdog\): the stacks .*/logs \(role=trainer pid=\d+ exit=3 "
+    message = rf"no role made progress for {limit} s \(watchdog\): the stacks .*/logs \(role=\w+ pid=\d+ exit=3 "
     assert re.search(message, last), last
     dumps = re.findall(r'Fatal Python error: Aborted\n\n(?:.|\n)*?hread 0x(?:.|\n)*?File "', run.text(log))
     assert dumps and stack in run.text(log), run.text(log)[-3000:]
-    run.assert_clean()
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_an_orchestrator_that_hangs_at_its_start(models, tmp_path):
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, FAULT="start_orchestrator@0,0:19")
-    run.fault()
-    began, last = time.monotonic(), run.end(3)
-    assert "role=orchestrator" in last and "no role made progress for 68 s" in last and time.monotonic() - began < 100
     run.assert_clean()
 
 
@@ -430,14 +393,6 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
     assert re.search(cause, last), last
     assert len(run.text()) < 20000 and not list((run.dir / "checkpoints").glob("step_000004"))
     run.assert_clean()
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_neither_sent_nor_written(value):
-    tensors = {"fine": torch.ones(3), "broken": torch.tensor([1.0, value])}
-    with pytest.raises(RunError, match="version 1: 1 of 2 tensors are not finite: broken") as e:
-        trainer.refuse_non_finite(tensors, "version 1")
-    assert e.value.code == 5
 
 
 @pytest.mark.slow
@@ -477,42 +432,22 @@ def test_signals_end_the_run_in_order(when, models, tmp_path):
 
 # --- mistakes are found before a server starts ------------------------------------------------------------------------
 
-TASK = """
-from env import SingleTurnEnv, Rubric
-{at_import}
-def reward():
-    return 1.0
-
-def load_environment():
-    return SingleTurnEnv({rows}, rubric=Rubric([reward]))
-"""
-ROWS = '[{"question": "hello"}]'
 MISTAKES = {
-    "dataset": ({"rows": '"no_such.jsonl"'}, "", 4, r"env.id = 'mine': .*dataset: no file no_such.jsonl"),
-    "import": (
-        {"at_import": "settings = {}['size']"},
-        "",
-        4,
-        r"env.id = 'mine': KeyError: 'size' in <module>, mine.py:3",
-    ),
-    "model": ({}, "model=nowhere/no-such-model", 2, "nowhere/no-such-model"),
-    "output_dir": ({}, "output_dir={toml}", 6, "exit=6 .*Not a directory"),
+    "task": ("env.id=mine", 4, "env.id = 'mine': KeyError: 'size' in <module>, mine.py:1"),
+    "output_dir": ("output_dir={toml}", 6, "exit=6 .*Not a directory"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found_before_a_server_starts(mistake, models, tmp_path):
-    """Under 8 s on two quiet cores; the cause is in the last line."""
-    given, override, code, cause = MISTAKES[mistake]
-    (tmp_path / "mine.py").write_text(TASK.format(**{"at_import": "", "rows": ROWS} | given))
-    toml = write_run(tmp_path, models["untied"], 2, '[env]\nid = "mine"')
-    began = time.monotonic()
-    run = Run(tmp_path, None, *[override.format(toml=toml)] * bool(override), toml=toml)
+    """The cause is in the last line. test_config.py and test_orchestrator.py have more mistakes."""
+    override, code, cause = MISTAKES[mistake]
+    (tmp_path / "mine.py").write_text("settings = {}['size']")
+    toml = write_run(tmp_path, models["untied"], 2, ONE_TURN)
+    run = Run(tmp_path, None, override.format(toml=toml), toml=toml)
     last = run.end(code)
-    seconds = time.monotonic() - began
-    print(f"{mistake}: {seconds:.1f} s: {last}")
-    assert seconds < 60 and re.search(cause, last), last
+    assert re.search(cause, last), last
     assert not list(tmp_path.rglob("inference.log")) and len(run.text().splitlines()) <= 3
     run.assert_clean()
 
@@ -530,37 +465,20 @@ def assert_loads(path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_full_disk_ends_the_run_with_6_and_the_last_checkpoint_loads(models, tmp_path):
-    """On a real file system of a few MB: three checkpoints do not fit."""
-    small = tmp_path / "run"
-    small.mkdir()
-    mount = (
-        f'mount -t tmpfs -o size=3m none {small}; "$@"; code=$?; sleep 2; cp -r {small} {tmp_path / "kept"}; exit $code'
-    )
-    prefix, fault, place = ["unshare", "-rm", "sh", "-c", mount, "sh"], {}, tmp_path / "kept"
-    if subprocess.run([*prefix[:4], "mount -t tmpfs none /mnt"], capture_output=True).returncode:
-        prefix, fault, place = (), {"FAULT": "ckpt_write@0,3:enospc"}, small  # namespaces are barred: say it is full
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", *ONE, prefix=prefix, **fault)
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "checkpoint.every=1", *ONE, FAULT="ckpt_write@0,3:enospc")
     last = run.end(6)
-    assert re.search(r"(No space left|os error 28).*exit=6", last), last
-    run.dir = place
+    assert re.search("No space left.*exit=6", last), last
     run.assert_clean()
-    kept = sorted((place / "checkpoints").glob("step_??????"))
-    assert kept and assert_loads(kept[-1])
+    assert assert_loads(max((run.dir / "checkpoints").glob("step_??????"))) == 2
 
 
 def test_a_checkpoint_that_does_not_fit_ends_the_trainer_with_6(make_cfg, batches, tmp_path):
-    """What torch.distributed.checkpoint meets while it writes; the step before was trained."""
+    """On a real file system of half a MB: what torch.distributed.checkpoint meets while it writes."""
     make_cfg()
     small = tmp_path / "small"
     small.mkdir()
-    command = [
-        sys.executable,
-        ROOT / "trainer.py",
-        tmp_path / "test.toml",
-        "--replay",
-        batches(1),
-        f"output_dir={small}",
-    ]
+    command = [sys.executable, ROOT / "trainer.py", tmp_path / "test.toml"]
+    command += ["--replay", batches(1), f"output_dir={small}"]
     mount = ["unshare", "-rm", "sh", "-c", f'mount -t tmpfs -o size=500k none {small} || exit 77; "$@"', "sh"]
     done = subprocess.run([*mount, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=120)
     if done.returncode == 77:
@@ -571,7 +489,7 @@ def test_a_checkpoint_that_does_not_fit_ends_the_trainer_with_6(make_cfg, batche
 
 def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(make_cfg, tmp_path):
     """The directory as it was before each operation on files is what a kill at that moment leaves: the old or the new
-    checkpoint loads, whole, never a mixture; also on top of what an earlier kill left."""
+    checkpoint loads, whole, never a mixture; and the next save goes through, on top of what the kill left."""
     folder, images, watching = tmp_path / "checkpoints", tmp_path / "images", False
     folder.mkdir()
     images.mkdir()
@@ -583,27 +501,28 @@ def test_every_instant_of_a_save_leaves_a_checkpoint_that_loads(make_cfg, tmp_pa
         nonlocal watching
         if watching and event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
             watching = False  # its own work is not watched
-            shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d} {event}")
+            shutil.copytree(folder, images / f"{len(list(images.iterdir())):03d} {event}" / "checkpoints")
             watching = True
 
-    def loads(place):
-        return assert_loads(max(place.glob("step_??????")))
-
-    def save(step):
-        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
+    def save(place, step):
+        trainer.save_checkpoint(place, step, policy, optimizer, cfg)
 
     sys.addaudithook(hook)  # for the life of the process, but idle unless watching
-    save(1)
+    save(tmp_path, 1)
     watching = True
-    save(2)
+    save(tmp_path, 2)
     watching = False
-    found = [loads(place) for place in sorted(images.iterdir())]
+    found = []
+    for place in sorted(images.iterdir()):
+        path = max(place.glob("checkpoints/step_??????"))
+        found.append(assert_loads(path))
+        assert trainer.load_checkpoint(path, policy, optimizer, cfg) == found[-1]
+        for killed in place.glob("checkpoints/*.tmp"):
+            (killed / "model-00009-of-00009.safetensors").write_bytes(b"half" * 5000)
+        save(place, found[-1] + 1)
+        (path,) = place.glob("checkpoints/step_??????")
+        assert assert_loads(path) == found[-1] + 1 and not list(path.glob("*00009*"))
     assert len(found) > 5 and found == sorted(found) and set(found) == {1, 2}, found
-    (folder / "step_000002.tmp").mkdir()  # of a save that was killed
-    (folder / "step_000002.tmp" / "model-00009-of-00009.safetensors").write_bytes(b"half" * 5000)
-    shutil.rmtree(folder / "step_000002")
-    save(2)
-    assert loads(folder) == 2 and not list((folder / "step_000002").glob("*00009*"))
 
 
 def finished(path, undisturbed):
@@ -613,27 +532,12 @@ def finished(path, undisturbed):
     return path / "run"
 
 
-FILES = {"shard": "checkpoints/step_000002/*.safetensors", "state": "checkpoints/step_000002/state.json",
-         "batch": "batches/step_000002.safetensors", "batch's header": "batches/step_000002.safetensors"}  # fmt: skip
-DAMAGES = [(name, "cut") for name in FILES] + [("batch's header", "flip")]
-DAMAGES += [("shard", "remove"), ("state", "remove")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", some(DAMAGES, 1), ids="-".join)
-def test_damaged_files_end_the_run_with_6_and_name_the_file(case, models, undisturbed, tmp_path):
-    """Never one checkpoint silently for another. (A batch that is not there is simply made.)"""
-    name, damage = case
-    run_dir = finished(tmp_path, undisturbed)
-    shutil.rmtree(run_dir / "checkpoints" / "step_000004")
-    path = sorted(run_dir.glob(FILES[name]))[-1]
-    blob = bytearray(path.read_bytes())
-    place = 4 if "header" in name else len(blob) // 2
-    blob[place] ^= 1
-    path.unlink()
-    if damage != "remove":
-        path.write_bytes(blob if damage == "flip" else blob[: -7 if place > 4 else 20])
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *ONE)
+def test_a_damaged_checkpoint_ends_the_run_with_6_and_is_named(models, undisturbed, tmp_path):
+    """Never one checkpoint silently for another. test_trainer.py has other files and damages."""
+    path = finished(tmp_path, undisturbed) / "checkpoints" / "step_000004" / "state.json"
+    path.write_bytes(path.read_bytes()[:-7])
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=5", *ONE)
     last = run.end(6)
     assert str(path) in last and "is damaged" in last and "Remove" in last, last
     run.assert_clean()
@@ -772,23 +676,11 @@ def test_nothing_is_left_with_tensor_parallelism(role, models, tmp_path):
     run.assert_clean()
 
 
-def resources(processes):
-    """-> {role: (resident MiB, descriptors)}."""
-    found = {}
-    for role, pid in processes.items():
-        try:
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            found[role] = pages / 256, len(os.listdir(f"/proc/{pid}/fd"))
-        except OSError:
-            pass
-    return found
-
-
 @pytest.mark.long
 @pytest.mark.real
 def test_soak(tmp_path):
     """150 steps of the quickstart; 20 to 60 s after the first new step of each attempt something is killed or hangs."""
-    rng, attempts, best, seen = random.Random(COMMIT), 0, -1, []
+    rng, attempts, best = random.Random(COMMIT), 0, -1
     limits = ("watchdog=40", "trainer.sync_timeout_s=30", "orchestrator.generation_timeout=40", "checkpoint.every=5")
     start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True,  # noqa: E731
                         toml=ROOT / "configs" / "reverse_text.toml")  # fmt: skip
@@ -810,18 +702,17 @@ def test_soak(tmp_path):
             run = start()
         if version() > best:
             due, attempt, first = time.monotonic() + rng.uniform(20, 60), num_attempts(), version()
-            settled, early = time.monotonic() + 8, {}  # the first steps make gradients, Adam's state and buffers
             while time.monotonic() < due and run.process.poll() is None:
                 time.sleep(0.5)
-                if not early and time.monotonic() > settled:
-                    early = resources(run.processes())
             if run.process.poll() is not None or not version() < 150:
                 break
-            late, attempts = resources(run.processes()), attempts + 1
+            attempts += 1
+            for pid in run.processes().values():  # a leak is a descriptor a request, of which there were thousands
+                with contextlib.suppress(OSError):
+                    assert len(os.listdir(f"/proc/{pid}/fd")) < 800
             roles = ("server", "engine", "orchestrator", "rank0", "agent", "launch.sh")
             role, number = rng.choice(roles), rng.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
             number = signal.SIGKILL if role in ("launch.sh", "agent", "server") else number
-            seen.append((first, version(), role, signal.Signals(number).name, early, late))
             print(
                 f"{time.monotonic() - began:.0f} s: versions {first} to {version()}, {role}, {number.name}", flush=True
             )
@@ -835,9 +726,3 @@ def test_soak(tmp_path):
     run.assert_clean()
     assert_history(run.dir, 150)
     assert attempts >= 2 and int((run.dir / "version").read_text()) == 150
-    for *_, early, late in seen:
-        for role in set(early) & set(late):
-            (mib, fds), (more_mib, more_fds) = early[role], late[role]
-            # connections of up to 256 rows of an evaluation, and of two batches, come and go; a leak is one a request
-            assert more_mib < 1.25 * mib + 100 and more_fds < fds + 320, (role, early, late)
-    print(json.dumps({role: [s[-1].get(role) for s in seen] for role in seen[0][-1]}))

@@ -219,31 +219,6 @@ def test_weights_on_either_side_of_their_edges(case, adv):
     assert found == pytest.approx([1.0] * 4 if is_free else expected)
 
 
-def test_a_geometric_mean_does_not_depend_on_the_length():
-    """Sequences of 3 and of 300 tokens with the same ratio at each: it treats both alike; a product drops one."""
-    row = [0] * 3 + [1] * 300
-    same = torch.ones(303, dtype=torch.float64)
-    assert set(weights("geometric_mask", LOG(1.009) * same, row)) == {1.0}
-    assert set(weights("geometric_mask", LOG(0.989) * same, row)) == {0.0}
-    product = weights("sequence_mask", LOG(1.009) * same, row)
-    assert product[:3] == pytest.approx([1.009**3] * 3) and set(product[3:]) == {0.0}
-
-
-@pytest.mark.parametrize("loss", ["cispo", "grpo", "dr_grpo", "losses:gspo"])
-@pytest.mark.parametrize("weight", ["sequence_mask", "geometric_mask", "off_policy_mask", "token_truncate"])
-def test_weights_go_with_any_loss_through_the_step(loss, weight, make_cfg, batches):
-    """In micro-batches of one sequence or of many, with two updates per batch: the same numbers."""
-    found = []
-    for budget in (1, 64):
-        more = [f"trainer.loss={loss}", f"trainer.importance=importance:{weight}", "trainer.updates_per_batch=2"]
-        cfg = make_cfg(*more, f"trainer.micro_batch_size={budget}")
-        policy = trainer.build_policy(cfg)
-        batch = trainer.load_batch(batches(1) / "step_000000.safetensors")
-        metrics, _ = trainer.train_step(policy, torch.optim.AdamW(policy.parameters(), 1e-3), batch, 0, cfg)
-        found.append([metrics[key] for key in ("loss", "optim/grad_norm", "policy/importance")])
-    assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6) and found[0][2] >= 0
-
-
 def test_permuted_rewards_are_the_same_on_every_rank():
     """Each group has a permutation of its own, whatever the state of torch's generator."""
     rewards, found = torch.arange(8.0), []

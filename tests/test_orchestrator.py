@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from conftest import ROOT, all_batches, free_port, lines
+from conftest import all_batches, free_port, lines
 
 import orchestrator
 import trainer
@@ -117,14 +117,17 @@ def test_batch_files_carry_fields_by_name(kind, tmp_path):
 
 def test_what_is_asked_again(make_cfg):
     """Lost connections, 429 and 5xx three times; what the server refuses never; too long a prompt is no error."""
-    answers = {"busy": [429, 503, 200], "down": [500] * 9, "wrong": [404], "long": [400]}
+    answers = {"busy": [429, 503, 200], "down": [500] * 9, "wrong": [404], "long": [400], "full": [400]}
+    texts = {
+        "long": "This model's maximum context length is 64 tokens",
+        "full": "max_tokens must be at least 1, got 0.",  # vLLM 0.32, if a prompt leaves no room for a token
+    }
     asked = Counter()
 
     async def answer(request):
         kind = request.path[1:]
         asked[kind] += 1
-        text = "This model's maximum context length is 64 tokens" if kind == "long" else "{}"
-        return web.Response(status=answers[kind].pop(0), text=text)
+        return web.Response(status=answers[kind].pop(0), text=texts.get(kind, "{}"))
 
     async def post(client, path):
         try:
@@ -144,8 +147,8 @@ def test_what_is_asked_again(make_cfg):
         await runner.cleanup()
         return found
 
-    assert asyncio.run(go()) == [{}, ServerError, ServerError, Truncated]
-    assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1}
+    assert asyncio.run(go()) == [{}, ServerError, ServerError, Truncated, Truncated]
+    assert asked == {"busy": 3, "down": 4, "wrong": 1, "long": 1, "full": 1}
 
 
 def test_evaluations_count_what_was_lost():
@@ -320,24 +323,6 @@ def test_context_that_ends_truncates(run):
     assert 56 <= max(len(s["tokens"]) for s in all_batches(run_dir)[0].sequences) <= 64
 
 
-def test_a_prompt_that_fills_the_context_truncates(fake_servers):
-    """vLLM cuts max_tokens to 0 and refuses that, in other words than a prompt that is too long."""
-
-    async def ask(num):
-        client = Client(load_config(ROOT / "configs" / "reverse_text.toml", [f'inference.urls=["{fake_servers()}"]']))
-        body = {"model": "run", "prompt": "a" * num, "max_tokens": 9, "logprobs": 0, "return_token_ids": True}
-        try:
-            return await client.post(0, "/v1/completions", body)
-        finally:
-            await client.session.close()
-
-    httpx.post(f"{fake_servers()}/fake", json={})
-    assert len(asyncio.run(ask(63))["choices"][0]["token_ids"]) == 1
-    for num in (64, 65):
-        with pytest.raises(Truncated):
-            asyncio.run(ask(num))
-
-
 def test_text_prompts_go_to_completions(run):
     rollout = lines(run(2, '{ kind = "text" }') / "rollouts.jsonl")[0]
     assert isinstance(rollout["prompt"], str) and isinstance(rollout["completion"][0], str)
@@ -446,13 +431,6 @@ def test_slow_rollouts_are_cancelled_and_counted(run):
     assert time.monotonic() - started < 15
 
 
-def test_blocking_rewards_delay_nobody(run):
-    """Half of 16 rewards sleep 2 s in user code; one after the other they would take 16 s."""
-    started = time.monotonic()
-    run(1, '{ kind = "sleeps" }')
-    assert time.monotonic() - started < 12
-
-
 def test_no_more_than_max_concurrent_rollouts_are_under_way(run, fake_servers):
     run(2, NOISE, "orchestrator.max_concurrent=6", fake={"generate_s": 0.1})
     assert httpx.get(f"{fake_servers()}/health").json()["most"] == 6
@@ -484,7 +462,7 @@ def test_truncated_completions(key, run):
 def test_staleness_is_bounded_and_reached(run):
     """One request in fifty takes ten times as long. Batches of five versions are under way at once."""
     fake = {"generate_s": 0.1, "slow": [50, 1.0]}
-    run_dir = run(30, NOISE, "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
+    run_dir = run(15, NOISE, "orchestrator.max_staleness=4", fake=fake, train_s=0.05)
     staleness = set()
     for n, batch in enumerate(all_batches(run_dir)):
         assert all(s["staleness"] == n - s["versions"][0] for s in batch.sequences)
@@ -507,7 +485,7 @@ args = {{ kind = "{other}", num_rows = 7 }}
 
 @pytest.mark.parametrize("other", ["sleeps", "turns"])  # the second is much slower, or mostly flat
 def test_a_mix_is_trained_at_its_ratio(run, other):
-    run_dir = run(6, MIX.format(other=other), "eval.every=6", "orchestrator.rollouts_per_example=2")
+    run_dir = run(3, MIX.format(other=other), "eval.every=3", "orchestrator.rollouts_per_example=2")
     for n, batch in enumerate(all_batches(run_dir)):
         kept = {(s["env"], s["group"]) for s in batch.sequences}
         assert Counter(name for name, _ in kept) == {"often": 6, "seldom": 2}
@@ -515,7 +493,7 @@ def test_a_mix_is_trained_at_its_ratio(run, other):
         assert len(mine) == batch.info["metrics"]["rollout/num"]
         assert {"noise" in r["metrics"] for r in mine if r["env"] == "often"} == {True}
     found = [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")]
-    assert found == [(0, "often"), (0, "seldom"), (6, "often"), (6, "seldom")]
+    assert found == [(0, "often"), (0, "seldom"), (3, "often"), (3, "seldom")]
 
 
 # --- an order of one's own --------------------------------------------------------------------------------------------
@@ -652,83 +630,43 @@ def batch_file(run_dir, n):
     return run_dir / "batches" / f"step_{n:06d}.safetensors"
 
 
-@pytest.fixture
-def resume(run):
-    """resume(*overrides) -> orchestrator.resume of a run of four batches, evaluated each, with a checkpoint at 2."""
+def test_what_a_resumed_run_goes_on_from(run):
+    """The checkpoint, and the sampler state of the newest batch, also if that is older than the checkpoint."""
     run_dir = run(4, ANSWERS, "eval.every=1")
     (run_dir / "checkpoints" / "step_000002").mkdir()
+    states = [batch.info["sampler"] for batch in all_batches(run_dir)]
 
-    def go(*overrides):
+    def resume(*overrides):
         return orchestrator.resume(run_dir, load_config(run_dir / "config.toml", overrides))
 
-    go.run_dir = run_dir
-    return go
+    def is_refused(code, message, *overrides):
+        with pytest.raises(RunError, match=message) as e:
+            resume(*overrides)
+        return e.value.code == code
 
+    def evaluated():
+        return [e["step"] for e in lines(run_dir / "eval.jsonl")]
 
-def test_a_resumed_run_goes_on_from_its_checkpoint_and_its_newest_batch(resume):
-    """The sampler state is that of the newest batch, also if it is older than the checkpoint."""
-    states = [batch.info["sampler"] for batch in all_batches(resume.run_dir)]
+    assert resume() == (2, 4, states[3]) and evaluated() == [0, 1, 2, 3, 4]
+    # With another learning rate the weights of versions after the checkpoint do not come again.
+    assert resume("trainer.learning_rate=0.5")[:2] == (2, 4) and evaluated() == [0, 1, 2]
+    assert is_refused(2, "seed was 0, now 3. Choose another run_name", "seed=3")
+
+    newest = load_batch(batch_file(run_dir, 3))
+    former = {"ledger" if key == "sampler" else key: value for key, value in newest.info.items()}
+    save_batch(batch_file(run_dir, 3), [{"tokens": [1], "mask": [0], "old_logp": [0.0], "turn": [0]}], former)
     assert resume() == (2, 4, states[3])
-    for n in (3, 2):
-        batch_file(resume.run_dir, n).unlink()
+
+    # Batches after a gap were sampled by versions that are far behind those that would train on them.
+    batch_file(run_dir, 2).unlink()
+    assert is_refused(6, r"the newest batch is .*step_000003.*, not .*step_000001.safetensors: one is missing")
+    batch_file(run_dir, 3).unlink()
     assert resume() == (2, 2, states[1])
-
-
-def test_batches_that_are_missing_or_damaged_are_named(resume):
-    """Those after a gap were sampled by versions that are far behind those that would train on them."""
-    batch_file(resume.run_dir, 2).rename(resume.run_dir / "kept")
-    with pytest.raises(
-        RunError, match=r"the newest batch is .*step_000003.safetensors, not .*step_000001.safetensors: one is missing"
-    ) as e:
-        resume()
-    assert e.value.code == 6
-    batch_file(resume.run_dir, 2).write_text("not a batch")
-    batch_file(resume.run_dir, 3).unlink()
-    with pytest.raises(RunError, match=r"step_000002.safetensors is damaged .*Remove it") as e:
-        resume()
-    assert e.value.code == 6
-
-
-def test_batches_of_another_configuration_are_refused(resume):
-    with pytest.raises(RunError, match="seed was 0, now 3. Choose another run_name") as e:
-        resume("seed=3")
-    assert e.value.code == 2
-
-
-def test_evaluations_of_weights_that_do_not_come_again_are_dropped(resume):
-    """With another learning rate those of versions after the checkpoint; with the same configuration none."""
-    assert resume()[:2] == (2, 4)
-    assert [e["step"] for e in lines(resume.run_dir / "eval.jsonl")] == [0, 1, 2, 3, 4]
-    assert resume("trainer.learning_rate=0.5")[:2] == (2, 4)
-    assert [e["step"] for e in lines(resume.run_dir / "eval.jsonl")] == [0, 1, 2]
-
-
-def test_sampler_state_of_an_older_version_is_read(resume):
-    """Its batch files call it the ledger."""
-    path = batch_file(resume.run_dir, 3)
-    batch = load_batch(path)
-    info = {"ledger" if key == "sampler" else key: value for key, value in batch.info.items()}
-    save_batch(path, [{"tokens": [1, 2], "mask": [0, 1], "old_logp": [0.0, -1.0], "turn": [0, 0]}], info)
-    assert resume() == (2, 4, batch.info["sampler"])
+    batch_file(run_dir, 2).write_text("not a batch")
+    assert is_refused(6, r"step_000002.safetensors is damaged .*Remove it")
 
 
 # --- the whole of launch.sh, with a fake server -----------------------------------------------------------------------
-
-
-def slow_cispo(micro, logp_N, entropy_N):
-    """A loss that makes a step last a second."""
-    time.sleep(1.0)
-    return trainer.cispo(micro, logp_N, entropy_N)
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_overlap(launched):
-    """Generate and train take a second each; a step takes less than three quarters of their sum."""
-    slow = ("trainer.loss=test_orchestrator:slow_cispo", "trainer.micro_batch_size=64")
-    _, run_dir = launched(6, NOISE, *slow, FAKE='{"generate_s": 1.0}')
-    shares = [m["time/step_s"] / (1.0 + m["time/train_s"]) for m in lines(run_dir / "metrics.jsonl")[2:]]
-    assert min(shares) < 0.75, shares  # without overlap it is 1 in every step; load makes single steps longer
 
 
 @pytest.mark.slow
@@ -744,17 +682,6 @@ def test_servers_sleep_while_the_trainer_steps(launched, make_cfg, tmp_path):
     assert all(e["errors"] == 0 for e in lines(run_dir / "eval.jsonl"))
     with pytest.raises(RunError, match="inference.sleep' = True: must be left out with orchestrator.max_staleness = 1"):
         make_cfg("inference.sleep=true")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_servers_that_run_elsewhere(launched, fake_servers):
-    """inference.urls: launch.sh starts no server; the run has the server's name."""
-    url = fake_servers()
-    httpx.post(f"{url}/fake", json={})
-    _, run_dir = launched(2, NOISE, f'inference.urls=["{url}"]', ROLEMODEL_RUN_ID="run")
-    assert [m["step"] for m in lines(run_dir / "metrics.jsonl")] == [0, 1]
-    assert not (run_dir / "logs" / "inference.log").exists() and httpx.get(f"{url}/health").status_code == 200
 
 
 def test_a_server_of_another_run_is_refused(make_cfg, fake_servers, tmp_path, monkeypatch):

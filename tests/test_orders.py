@@ -5,7 +5,6 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from conftest import all_batches, lines
 
 from configs.algorithms.orders import Curriculum, Difficulty, put_back
 from configs.runtime.role import RunError
@@ -111,11 +110,3 @@ def test_what_oversampling_leaves_over_is_taken_again(make_order):
     issued = dict(plain.take(0) for _ in range(3))
     put_back(plain, set(issued), 3)
     assert plain.requeued == sorted(issued)
-
-
-def test_difficulty_is_carried_in_the_batches(run):
-    env = '{ kind = "turns", num_turns = 1, num_rows = 9 }'
-    run_dir = run(4, env, "orchestrator.order=orders:Difficulty")
-    memory = all_batches(run_dir)[-1].info["sampler"]["think_env"]["extra"]
-    assert set(memory) == {str(r["example"]) for r in lines(run_dir / "rollouts.jsonl")}
-    assert all(0 <= rate <= 1 for rate, _ in memory.values())

@@ -9,7 +9,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import timeit
 import traceback
 from types import SimpleNamespace
 
@@ -135,31 +134,6 @@ def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
         assert sum(a, []) == pytest.approx([x / scale for x in sum(b, [])])
 
 
-def test_credit_by_turn_is_unbiased_where_the_policy_chooses_when_to_stop():
-    """Every pair of rollouts of a policy that goes on with probability p: the expected gradient is the true one, times
-    (G - 1) / G as for the mean over a group. A baseline over the rollouts still going would be biased."""
-    theta = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-    reward_of = {"stop": 0.2, "go": 0.7}  # per turn; at most 3 turns
-    plays = [["stop"], ["go", "stop"], ["go", "go", "stop"], ["go", "go", "go"]]
-
-    def logp(action):
-        return torch.nn.functional.logsigmoid(theta if action == "go" else -theta)
-
-    def chance(play):
-        return torch.stack([logp(a) for a in play]).sum().exp()
-
-    true = sum(chance(play) * sum(reward_of[a] for a in play) for play in plays)
-    (true_grad,) = torch.autograd.grad(true, theta)
-    expected = 0.0
-    for two in itertools.product(plays, plays):
-        rewards = [[reward_of[a] for a in play] for play in two]
-        (table,) = by_turn([[member(sum(r), r) for r in rewards]])
-        loss = sum(adv * logp(a) for play, row in zip(two, table) for a, adv in zip(play, row))
-        (grad,) = torch.autograd.grad(loss, theta)
-        expected += (chance(two[0]) * chance(two[1])).item() * grad.item() / 2
-    assert expected == pytest.approx(true_grad.item() / 2, abs=1e-7)
-
-
 def test_each_turns_tokens_get_their_turns_advantage(make_cfg, tmp_path):
     """A demonstration in such a batch has none."""
     sequence = {"tokens": [5, 6, 7, 8, 9], "mask": [0, 1, 0, 0, 1], "old_logp": [0.0] * 5, "turn": [0, 0, 0, 1, 1]}
@@ -217,11 +191,6 @@ def test_micro_batches_keep_the_budget_and_every_sequence_and_waste_little(ranks
             assert rows * width <= budget or rows == 1
             area += ranks * rows * width
         assert len(lens) < 512 or area <= 1.03 * sum(lens)
-
-
-def test_4096_sequences_are_partitioned_in_a_fifth_of_a_second():
-    lens = log_normal(4096)
-    assert statistics.median(timeit.repeat(lambda: trainer.partition_by_length(lens, 65536, 1, 8, 128), number=1)) < 0.2
 
 
 def test_fields_and_numbers_arrive_at_the_loss_tokens(tmp_path):
@@ -343,43 +312,43 @@ def test_each_term_has_a_divisor_of_its_own(budget, minibatches, make_cfg, tmp_p
     assert metrics["loss"] == pytest.approx(sum(x.item() * share for x, share in zip(losses, shares)), abs=1e-6)
 
 
-def test_imitation_alone_is_a_mean_of_logp(make_cfg, tmp_path):
-    """Weight 1 on the answers, no rewards, and no one's probabilities: what a loss for demonstrations would be."""
-    sequences = [toy.as_demonstration(s) for s in make_sequences()]
-    for s in sequences:
+def test_demonstrations_are_imitated_alone_and_beside_rollouts(make_cfg, tmp_path):
+    """Their loss is a mean of logp. They have no temperature, no reward, and no one's probabilities; beside them a
+    rollout without a field for imitation is not imitated, and its temperature is not theirs."""
+    cfg, shown = make_cfg(UNCLIPPED), [toy.as_demonstration(s) for s in make_sequences()]
+    for s in shown:
         s["old_logp"] = [math.nan] * len(s["tokens"])
-        del s["reward"], s["group"], s["rollout"]
-    for minibatches in (1, 2):
-        cfg = make_cfg(UNCLIPPED, f"trainer.minibatches={minibatches}")
-        policy, plain = trainer.build_policy(cfg), plain_model(cfg).double()
-        batch = batch_of(tmp_path, sequences, offline=True)
-        expected = -scored(plain, sequences)[0].mean()
-        expected.backward()
-        metrics, found, logp_T = gradients(cfg, batch, policy)
-        assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6 if minibatches == 1 else 0.05)
-        assert metrics["policy/kl_sampler"] == 0 and (logp_T != 0).sum() == sum(sum(s["ce"]) for s in sequences)
-        if minibatches == 1:
-            same({f"model.{name}": p.grad for name, p in plain.named_parameters()}, found, 1e-6)
+        for key in ("reward", "group", "rollout", "temperature"):
+            del s[key]
+    policy, plain = trainer.build_policy(cfg), plain_model(cfg).double()
+    expected = -scored(plain, [s | {"temperature": 1.0} for s in shown])[0].mean()
+    expected.backward()
+    metrics, found, logp_T = gradients(cfg, batch_of(tmp_path, shown, offline=True), policy)
+    assert metrics["loss"] == pytest.approx(expected.item(), abs=1e-6) and metrics["policy/kl_sampler"] == 0
+    assert (logp_T != 0).sum() == sum(sum(s["ce"]) for s in shown)
+    same({f"model.{name}": p.grad for name, p in plain.named_parameters()}, found, 1e-6)
 
-
-def test_a_sequence_without_a_field_for_imitation_is_not_imitated(make_cfg, tmp_path):
-    """In a file in which another one has it, as when an order adds demonstrations."""
-    sequences = make_sequences()
-    shown = toy.as_demonstration(make_sequences(1, seed=9)[0] | {"group": 9})
-    batch = batch_of(tmp_path, [*sequences, shown])
-    assert [s["ce"].sum().item() for s in batch.sequences] == [0.0] * 12 + [sum(shown["ce"])]
-    metrics, grads, _ = gradients(make_cfg(), batch)
+    sampled = [s | {"temperature": 0.5} for s in make_sequences()]
+    batch = batch_of(tmp_path, [*sampled, shown[0] | {"old_logp": [0.0] * len(shown[0]["tokens"])}])
+    assert [s["ce"].sum().item() for s in batch.sequences] == [0.0] * 12 + [sum(shown[0]["ce"])]
+    metrics, grads, _ = gradients(cfg, batch)
     assert math.isfinite(metrics["loss"]) and all(grad.isfinite().all() for grad in grads.values())
+    micro = trainer.collate(batch.sequences[11:], CPU)
+    assert set(zip(micro["row_N"].tolist(), micro["temperature_N"].tolist())) == {(0, 0.5), (1, 1.0)}
 
 
-@pytest.mark.parametrize("loss", ["cispo", "grpo", "dr_grpo", "losses:gspo", "losses:dppo", "losses:icepop"])
-def test_a_micro_batch_is_one_by_one(loss, make_cfg, tmp_path, monkeypatch):
-    cfg, batch = make_cfg(f"trainer.loss={loss}", UNCLIPPED), batch_of(tmp_path, ragged())
+@pytest.mark.parametrize("loss, weight", [
+    ("cispo", ""), ("grpo", "sequence_mask"), ("dr_grpo", "geometric_mask"), ("losses:gspo", "off_policy_mask"),
+    ("losses:dppo", "token_truncate"), ("losses:icepop", ""),
+])  # fmt: skip
+def test_a_micro_batch_is_one_by_one(loss, weight, make_cfg, tmp_path, monkeypatch):
+    more = [f"trainer.importance=importance:{weight}", "trainer.updates_per_batch=2"] if weight else []
+    cfg, batch = make_cfg(f"trainer.loss={loss}", UNCLIPPED, *more), batch_of(tmp_path, ragged())
     together = gradients(cfg, batch)
     monkeypatch.setattr(trainer, "partition_by_length", lambda lens, *_: [[i] for i in range(len(lens))] + [[]])
     alone = gradients(cfg, batch)  # with one more of padding
     same(together[1], alone[1])
-    for key in ("loss", "policy/clip_frac"):
+    for key in ["loss", "policy/clip_frac"] + ["policy/importance"] * bool(weight):
         assert together[0][key] == pytest.approx(alone[0][key], abs=1e-5)
     torch.testing.assert_close(together[2], alone[2], atol=1e-5, rtol=0)
     is_loss = torch.cat([s["mask"] | (s["ce"] != 0) for s in batch.sequences])
@@ -402,10 +371,9 @@ def test_what_is_not_trainable_is_kept_in_the_file_and_not_trained(make_cfg, tmp
     torch.testing.assert_close(kept[first:-second], without[2], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("chunk", [7 * 102, 1 << 26])
-def test_a_head_in_chunks_is_a_full_log_softmax(chunk, make_cfg, tmp_path, monkeypatch):
+def test_a_head_in_chunks_is_a_full_log_softmax(make_cfg, tmp_path, monkeypatch):
     cfg, batch = make_cfg(), batch_of(tmp_path, ragged(12, longest=18))
-    monkeypatch.setattr(trainer.Policy, "CHUNK", chunk)
+    monkeypatch.setattr(trainer.Policy, "CHUNK", 7 * 102)
     policy, plain = trainer.build_policy(cfg), plain_model(cfg)
     ours = policy(trainer.collate(batch.sequences, CPU))
     theirs = scored(plain, batch.sequences)
@@ -455,7 +423,7 @@ def test_a_rank_without_a_row_computes_the_shortest_of_the_pass(make_cfg, tmp_pa
             assert not micro["mask_N"].any() and not micro["ce_N"].any()
 
 
-@pytest.mark.parametrize("updates, minibatches", [(1, 1), (2, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("updates, minibatches", [(1, 1), (2, 3)])
 @pytest.mark.parametrize("weight, is_known", [("sequence_mask", True), ("sequence_mask", False), ("", False)])
 def test_pi_old_is_the_policy_before_the_first_update(
     weight, is_known, updates, minibatches, make_cfg, tmp_path, monkeypatch
@@ -496,7 +464,6 @@ def test_pi_old_is_the_policy_before_the_first_update(
 
 COMPILED = {  # backend, tolerance, configuration
     "lora, sharded, recomputed": ("aot_eager", 2e-2, [*LORA, "trainer.dtype=bf16"]),
-    "full, sharded, recomputed": ("aot_eager", 2e-2, ["trainer.dtype=bf16"]),
     "full": ("inductor", 1e-5, ["trainer.gradient_checkpointing=false"]),
     "lora, recomputed": ("inductor", 1e-5, [*LORA]),
     "bf16": ("inductor", 2e-2, ["trainer.gradient_checkpointing=false", "trainer.dtype=bf16"]),
@@ -517,27 +484,6 @@ def test_compiled_blocks_have_the_gradients_of_plain_ones(mode, make_cfg, tmp_pa
     compiled = gradients(make_cfg("trainer.compile=true", *how), batch)
     same(plain[1], compiled[1], tolerance)
     assert compiled[0]["loss"] == pytest.approx(plain[0]["loss"], abs=tolerance)
-
-
-@pytest.mark.long
-def test_nothing_is_compiled_after_twenty_steps(make_cfg, monkeypatch):
-    """CUDA's micro-batches of 100 batches of 512 log-normal lengths, three of each with shorter rows. They waste
-    little. The graphs are Dynamo's, since Inductor's code for CPUs has its own guards; one row has its own graph."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    torch._dynamo.reset()
-    policy, graphs, waste = trainer.build_policy(make_cfg("trainer.compile=true")), [], []
-    draw, seen = np.random.default_rng(0), torch._dynamo.utils.counters["stats"]
-    for _ in range(100):
-        lens = np.minimum(draw.lognormal(np.log(3000) - 0.9**2 / 2, 0.9, 512).astype(int) + 16, 16384)
-        parts = trainer.partition_by_length(lens, 65536, 1, *trainer.PADDING["cuda"])
-        waste.append(sum(len(part) * -(-max(lens[part]) // 64) * 64 for part in parts) / lens.sum() - 1)
-        for part in (parts[0], parts[len(parts) // 2], min(parts, key=len)):
-            rows = [torch.randint(64, [length]).tolist() for length in lens[part] // 32 + 1]
-            trainer.score(policy, rows, 10**6).sum().backward()
-        graphs.append(seen["unique_graphs"])
-    assert graphs[0] > 1 and graphs[19] == graphs[-1], graphs
-    assert np.mean(waste) <= 0.04
-    print(f"{graphs[-1]} graphs, {np.mean(waste):.1%} waste")
 
 
 LONG = [["trainer.use_lora=true"], ["trainer.use_lora=true", "trainer.dtype=bf16"]]
@@ -627,15 +573,6 @@ def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
     batch = batch_of(tmp_path, [make_sequences(1)[0] | {"temperature": 0.6}])
     policy(trainer.collate(batch.sequences, CPU))
     assert seen[0].dtype == torch.float32 and set(seen[0].tolist()) == {torch.tensor(0.6).item()}
-
-
-def test_a_demonstration_without_a_temperature_has_1(tmp_path):
-    """Beside a rollout that has one it would otherwise be nan, as other numbers are, and so would the gradient."""
-    sampled, shown = make_sequences(2)
-    del shown["temperature"]
-    batch = batch_of(tmp_path, [sampled | {"temperature": 0.5}, shown])
-    micro = trainer.collate(batch.sequences, CPU)
-    assert {(row, x) for row, x in zip(micro["row_N"].tolist(), micro["temperature_N"].tolist())} == {(0, 0.5), (1, 1)}
 
 
 # --- LoRA and the reference -------------------------------------------------------------------------------------------
@@ -752,15 +689,13 @@ def nan_loss(micro, logp_N, entropy_N):
     return logp_N * math.nan, {}
 
 
-@pytest.mark.slow
 def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     make_cfg()
     saved = write_batches(tmp_path / "saved", 3)
     own = ["trainer.loss=test_trainer:nan_loss", f"output_dir={tmp_path}"]
-    done = run_trainer(tmp_path / "test.toml", "--replay", saved, *own, check=False)
-    assert done.returncode == 5
-    message = "[trainer] exit=5 no finite gradient, or a KL above 1, in three consecutive steps; step 2: "
-    assert done.stderr.splitlines()[-1].startswith(message)
+    with pytest.raises(RunError, match="a KL above 1, in three consecutive steps; step 2: ") as e:
+        replays([[tmp_path / "test.toml", "--replay", saved, *own]])
+    assert e.value.code == 5
     (metrics,) = tmp_path.glob("**/metrics.jsonl")
     assert [line["step"] for line in lines(metrics)] == [0, 1] and "NaN" not in metrics.read_text()
 
@@ -788,23 +723,14 @@ def test_what_a_hook_lacks_is_reported_before_a_model_is_loaded(override, messag
 
 
 HOOK = """
-import torch
-
 import trainer
 
 trainer.ADVANTAGES["mean"] = lambda r_G, group: 0 * r_G + 2.0
-honest = trainer.write_final
 
 
 def write_final(run_dir, policy, cfg):
-    base = policy.model.model.layers[0].self_attn.q_proj
-    assert type(base) is trainer.LoRALinear and base.lora_B.any()
-    merged = {}
-    for group in trainer.stream_weights(policy.model, torch.float32, False):
-        merged |= group
-    moved = (merged["model.layers.0.self_attn.q_proj.weight"] - base.weight).abs().max()
-    (run_dir / "moved").write_text(str(moved.item()))
-    honest(run_dir, policy, cfg)
+    layer = policy.model.model.layers[0].self_attn.q_proj
+    (run_dir / "layer").write_text(str(type(layer) is trainer.LoRALinear))
 
 
 trainer.write_final = write_final
@@ -825,7 +751,7 @@ def test_a_hook_that_imports_trainer_gets_the_module_that_runs(make_cfg, tmp_pat
     run_trainer(tmp_path / "test.toml", "--replay", saved, *more)
     run = run_of(tmp_path, "test")
     (metrics,) = lines(run / "metrics.jsonl")
-    assert metrics["mine/adv"] == 2.0 and metrics["mine/scale"] == 3.0 and float((run / "moved").read_text()) > 1e-5
+    assert metrics["mine/adv"] == 2.0 and metrics["mine/scale"] == 3.0 and (run / "layer").read_text() == "True"
 
 
 def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(make_cfg, monkeypatch):
@@ -991,45 +917,21 @@ def test_a_reference_begins_where_a_run_is_resumed_with_it(betas, trained, make_
     assert (metrics.get("policy/kl_ref", 0) > 1e-9) == (betas[1] > 0)
 
 
-@pytest.mark.parametrize("how", ["truncated", "missing"])
-def test_a_damaged_checkpoint_is_named(how, trained, make_cfg, tmp_path):
+@pytest.mark.parametrize("kind", ["*.safetensors", "state.json"])
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_damaged_checkpoint_is_named(is_cut, kind, trained, make_cfg, tmp_path):
     cfg = make_cfg()
     policy, optimizer = trained(cfg)
-    for step in (1, 2):
-        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
+    trainer.save_checkpoint(tmp_path, 2, policy, optimizer, cfg)
     last = tmp_path / "checkpoints" / "step_000002"
-    file = next(last.glob("*.safetensors"))
-    if how == "missing":
-        file.unlink()
-    else:
+    (file,) = last.glob(kind)
+    if is_cut:
         os.truncate(file, file.stat().st_size // 2)
+    else:
+        file.unlink()
     with pytest.raises(RunError, match=rf"{file} is damaged.* Remove {last}, then the one before it") as e:
         trainer.load_checkpoint(last, policy, optimizer, cfg)
     assert e.value.code == 6
-
-
-@pytest.mark.parametrize("where", ["shard_sizes", "rename", "rmtree"])
-def test_every_instant_of_a_save_leaves_a_checkpoint_to_load(where, trained, make_cfg, tmp_path, monkeypatch):
-    """The process ends there: what is found then loads, and the next save goes through."""
-    cfg = make_cfg("checkpoint.keep=1")
-    policy, optimizer = trained(cfg)
-    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
-    owner = {"shard_sizes": trainer, "rename": os, "rmtree": shutil}[where]
-    honest = getattr(owner, where)
-
-    def die(*given, **more):
-        if where != "rmtree" or given[0].name == "step_000001":  # not the leftovers of an earlier save
-            raise KeyboardInterrupt
-        honest(*given, **more)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(owner, where, die)
-        trainer.save_checkpoint(tmp_path, 2, policy, optimizer, cfg)
-    found = max((tmp_path / "checkpoints").glob("step_??????"))
-    assert trainer.load_checkpoint(found, policy, optimizer, cfg) == (2 if where == "rmtree" else 1)
-    trainer.save_checkpoint(tmp_path, 3, policy, optimizer, cfg)
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert [name for name in left if not name.endswith(".tmp")] == ["step_000003"]
 
 
 # --- whole replays: one rank here, two in one torchrun ----------------------------------------------------------------
@@ -1284,6 +1186,17 @@ def test_a_sync_holds_one_group_at_a_time(make_cfg, tmp_path):
     for rank in json.loads(said.splitlines()[-1]):
         assert rank["largest_mib"] == pytest.approx(rank["all_mib"] / 10, rel=0.1)
         assert rank["streamed_mib"] < 2 * rank["largest_mib"] and rank["kept_mib"] > 8 * rank["largest_mib"], rank
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, fake_servers, tmp_path):
+    """Random sleeps before each: a gather of the ranks and the broadcast to the server never wait for each other."""
+    make_cfg()
+    more = f'output_dir = "{tmp_path}"\nmax_steps = 300\ninference.urls = ["{fake_servers()}"]\n'
+    (tmp_path / "test.toml").write_text(more + (tmp_path / "test.toml").read_text())
+    torchrun(2, "--syncs", tmp_path / "test.toml", ROLEMODEL_RUN_ID="run")
+    assert (tmp_path / "test" / "version").read_text() == "199"
 
 
 def test_the_canary_asks_for_the_plain_distribution(make_cfg):

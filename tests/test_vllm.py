@@ -129,16 +129,6 @@ def test_a_server_of_another_precision_is_caught(connect):
         trainer.sync_weights(sender, policy, 0, cfg)
 
 
-def swapped(group):
-    names = [f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up")]
-    return {names[0]: group[names[1]], names[1]: group[names[0]]} if names[0] in group else {}
-
-
-def scaled(group):
-    name = "model.layers.1.mlp.down_proj.weight"
-    return {name: group[name] * 1.01} if name in group else {}
-
-
 @contextlib.contextmanager
 def groups_as(change):
     """Within it a sync gathers, of each group of tensors, what `change` makes of it."""
@@ -174,22 +164,15 @@ def test_wrong_tensors_are_caught(what, connect):
     old = {}
     for group in trainer.stream_weights(policy.model, torch.float32, False):
         old |= {name: w.clone() for name, w in group.items()}
+    gate, up = (f"model.layers.0.mlp.{x}_proj.weight" for x in ("gate", "up"))
+    down = "model.layers.1.mlp.down_proj.weight"
     changes = {
-        "swapped": lambda group: group | swapped(group),
-        "scaled": lambda group: group | scaled(group),
+        "swapped": lambda group: group | ({gate: group[up], up: group[gate]} if gate in group else {}),
+        "scaled": lambda group: group | ({down: group[down] * 1.01} if down in group else {}),
         "dropped": lambda group: {name: w for name, w in group.items() if "0.self_attn.k_proj" not in name},
         "stale": lambda group: {name: old[name] for name in group},
     }
     with caught_by_the_canary(sender, policy, cfg), groups_as(changes[what]):
-        trainer.sync_weights(sender, policy, 1, cfg)
-
-
-@pytest.mark.parametrize("mutate", [swapped, scaled])
-def test_tensors_that_change_on_the_way_are_caught(mutate, connect, monkeypatch):
-    cfg, policy, sender = connect("fp32")
-    honest = trainer.send_block
-    with caught_by_the_canary(sender, policy, cfg):
-        monkeypatch.setattr(trainer, "send_block", lambda to, number, w: honest(to, number, w | mutate(w)))
         trainer.sync_weights(sender, policy, 1, cfg)
 
 
@@ -312,26 +295,6 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
     assert_same_logp(policy, [s | {"temperature": temperature} for r in rollouts for s in r.sequences], tmp_path)
 
 
-def test_canonical_text_never_forks_and_a_forced_tokenization_forks_once(connect, monkeypatch):
-    cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=3")
-    trainer.sync_weights(sender, policy, 0, cfg)
-    post = Client.post
-
-    async def odd(self, server, path, body):
-        reply = await post(self, server, path, body)
-        if len(body["messages"]) == 1:  # a first reply's ids spell its text in another way: one more token, of no text
-            for c in reply["choices"]:
-                c["token_ids"].insert(0, 7)
-                c["logprobs"]["content"].insert(0, {"logprob": -1.0})
-        return reply
-
-    usual = [r for r in rollouts_of(cfg, {"num_turns": 4}, n=16) if is_plain(r)]
-    assert len(usual) > 2 and {(forks(r), r.state["turn"]) for r in usual} == {(0, 4)}
-    monkeypatch.setattr(Client, "post", odd)
-    forced = [r for r in rollouts_of(cfg, {"num_turns": 4}, n=16) if is_plain(r)]
-    assert len(forced) > 2 and {(forks(r), r.state["turn"]) for r in forced} == {(1, 4)}
-
-
 def double(a: int) -> str:
     """Double a number.
 
@@ -351,12 +314,11 @@ def learn_by_heart(policy, micro):
     assert logp_N.min() > -0.05
 
 
-def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_path):
-    """A model that knows three conversations by heart. vLLM's hermes parser reads its calls; in canonical text a
-    rollout is one sequence; a call that is spelled out in other tokens forks exactly once. The model judges as well."""
+def test_tools_on_the_real_server(connect, tmp_path):
+    """A model that knows two conversations by heart. vLLM's hermes parser reads its calls; in canonical text a rollout
+    is one sequence; a call that is spelled out in other tokens forks exactly once."""
     from transformers import AutoTokenizer
 
-    from configs.environments.judge import Judge
     from configs.environments.tools import ToolEnv
     from configs.models.toy import tokenize_conversation
     from env import Rubric
@@ -378,24 +340,16 @@ def test_tools_and_judge_on_the_real_server(connect, servers, monkeypatch, tmp_p
     sequences.append({"tokens": prompt + letters, "mask": [0] * len(prompt) + [1] * len(letters)})
     sequences[-1] |= {"old_logp": [0.0] * len(prompt + letters), "turn": [0] * len(prompt + letters)}
     s["mask"][:first] = [0] * first
-    judged = [{"role": "user", "content": "judge it is 8"}, {"role": "assistant", "content": "<score>7</score>"}]
-    sequences += tokenize_conversation(tokenizer, judged)
     learn_by_heart(policy, micro_of(tmp_path, sequences))
     trainer.sync_weights(sender, policy, 0, cfg)
 
-    monkeypatch.setenv("ROLEMODEL_POLICY_URL", f"{servers['fp32'].url}/v1")
-    judge = Judge(template="judge {completion}", sampling={"max_tokens": 20})
-
-    async def judged_last(completion):
-        return await judge.judge("", completion[-1]["content"], "")
-
-    env = ToolEnv([{"question": q} for q in ("canon", "spell")], [double], max_turns=4, rubric=Rubric([judged_last]))
+    env = ToolEnv([{"question": q} for q in ("canon", "spell")], [double], max_turns=4, rubric=Rubric([lambda: 1.0]))
     for num, rollouts in zip([1, 2], groups_of(cfg, env, env.dataset, 6, temperature=0.2)):
         for r in rollouts:
             assert not r.error and (len(r.sequences), r.num_turns) == (num, 2)
             request, result, answer = r.state["completion"]
             assert request["tool_calls"][0]["function"]["name"] == "double" and request["content"] == ""
-            assert result["content"] == "8" and answer["content"] == "it is 8" and r.reward == 0.7
+            assert result["content"] == "8" and answer["content"] == "it is 8"
     spelled = rollouts[0].sequences[0]
     assert sampled_of([spelled]) == letters  # what was sampled is trained on
     assert_same_logp(policy, [s | {"temperature": 0.2} for r in rollouts for s in r.sequences], tmp_path)
