@@ -56,7 +56,6 @@ EQUAL = "all rewards are equal in 8 of 8 groups; raise orchestrator.rollouts_per
 
 
 @pytest.mark.parametrize("kind, problems", [
-    ("zero", ["too hard: nothing is solved, reward 0.000 (0 to 0) of 32 rollouts; take easier rows", EQUAL]),
     ("constant", ["too easy: 100 % is solved (limit 80 %), reward 1.000 (1 to 1) of 32 rollouts; take harder", EQUAL]),
     # It returns None if the answer is wrong: the others are all right, and not too easy.
     ("none_if_wrong", ["of 32 rollouts were lost: ValueError: reward function none_if_wrong returned None"]),

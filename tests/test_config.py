@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-import tomllib
 
 import pytest
 from conftest import BASE, ROOT, launch
@@ -64,40 +63,22 @@ def test_the_documents_vf_rl_file(tmp_path):
     assert cfg.trainer.micro_batch_size == 4 and cfg.orchestrator.rollouts_per_example == 16
     assert cfg.orchestrator.batch_size == 1024 and cfg.run.max_steps == 500
     assert cfg.sampling.max_tokens == 512 and cfg.run.max_seq_len == 4096
-    assert (
-        cfg.trainer.use_lora and cfg.trainer.loss == "cispo" and cfg.orchestrator.max_staleness == 1
-    )  # vf-rl's recipe
+    # vf-rl's recipe
+    assert cfg.trainer.use_lora and cfg.trainer.loss == "cispo" and cfg.orchestrator.max_staleness == 1
 
 
-# Names that vf-rl's and TRL's documents use under [trainer.args]: what they become, or None where they are refused with
-# what to write instead.
+# Names that vf-rl's and TRL's documents use under [trainer.args] -> what they become.
 OLD_NAMES = {
-    'run_name = "x"': ("run", "run_name", "x"),
-    "micro_batch_size = 2": ("trainer", "micro_batch_size", 2),
-    "rollouts_per_example = 32": ("orchestrator", "rollouts_per_example", 32),
     "num_generations = 32": ("orchestrator", "rollouts_per_example", 32),
-    "batch_size = 64": ("orchestrator", "batch_size", 64),
-    "max_steps = 7": ("run", "max_steps", 7),
-    "max_tokens = 9": ("sampling", "max_tokens", 9),
     "max_completion_length = 9": ("sampling", "max_tokens", 9),
     "max_seq_len = 5000": ("run", "max_seq_len", 5000),
     "max_prompt_len = 77": ("orchestrator", "max_prompt_len", 77),
-    "max_prompt_length = 77": ("orchestrator", "max_prompt_len", 77),
     "temperature = 0.8": ("sampling", "temperature", 0.8),
     "top_p = 1.0": ("sampling", "top_p", 1.0),
-    "top_k = 0": ("sampling", "top_k", 0),
-    "min_p = 0.0": ("sampling", "min_p", 0.0),
-    "repetition_penalty = 1.0": ("sampling", "repetition_penalty", 1.0),
     "learning_rate = 1e-6": ("trainer", "learning_rate", 1e-6),
-    'lr_scheduler_type = "constant_with_warmup"': ("trainer", "lr_scheduler_type", "constant_with_warmup"),
-    "warmup_steps = 20": ("trainer", "warmup_steps", 20),
-    "max_grad_norm = 0.01": ("trainer", "max_grad_norm", 0.01),
     "bf16 = true": ("trainer", "dtype", "bf16"),
     "bf16 = false": ("trainer", "dtype", "fp32"),
     "fp16 = true": ("trainer", "dtype", "fp16"),
-    "gradient_checkpointing = false": ("trainer", "gradient_checkpointing", False),
-    "generation_timeout = 300": ("orchestrator", "generation_timeout", 300.0),
-    "async_generation_timeout = 300.0": ("orchestrator", "generation_timeout", 300.0),
     "max_concurrent = 99": ("orchestrator", "max_concurrent", 99),
     'eval_strategy = "steps"': ("eval", "every", 500),
     'eval_steps = 7\neval_strategy = "steps"': ("eval", "every", 7),
@@ -106,13 +87,7 @@ OLD_NAMES = {
     "eval_steps = 100": ("eval", "every", 100),
     'save_strategy = "steps"': ("checkpoint", "every", 50),
     "save_steps = 500": ("checkpoint", "every", 500),
-    "use_lora = false": ("trainer", "use_lora", False),
-    "lora_rank = 4": ("trainer", "lora_rank", 4),
-    "lora_alpha = 8": ("trainer", "lora_alpha", 8.0),
-    "lora_dropout = 0.1": ("trainer", "lora_dropout", 0.1),
-    'lora_target_modules = ["q_proj"]': ("trainer", "lora_target_modules", ["q_proj"]),
     "num_iterations = 2": ("trainer", "updates_per_batch", 2),
-    "beta = 0.001": ("trainer", "beta", 0.001),
     "sync_ref_model = false": ("trainer", "ref_sync_steps", 0),
     "sync_ref_model = true\nbeta = 0.1": ("trainer", "ref_sync_steps", 512),
     "ref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1": ("trainer", "ref_sync_steps", 9),
@@ -125,62 +100,37 @@ OLD_NAMES = {
     'vllm_importance_sampling_correction = false\nvllm_importance_sampling_mode = "sequence_mask"\n'
     "vllm_importance_sampling_clip_max = 2.0": ("trainer", "importance", ""),
     'loss = "grpo"': ("trainer", "loss", "grpo"),  # a name of ours
-    'loss_type = "grpo"': None,
-    'loss_type = "bnpo"': None,
-    'loss_type = "sapo"': None,
-    'loss_type = "cispo"': None,  # without its cap
     'importance_sampling_level = "token"': ("trainer", "loss", "cispo"),
-    'importance_sampling_level = "sequence"': None,
     "num_batches_ahead = 0": ("orchestrator", "max_staleness", 0),
     "mask_truncated_completions = true": ("orchestrator", "mask_truncated_completions", True),
-    "zero_truncated_completions = true": ("orchestrator", "zero_truncated_completions", True),
     "logging_steps = 1": ("run", "max_steps", 100),
     'report_to = "none"': ("run", "max_steps", 100),
-    "per_device_train_batch_size = 8": None,
-    "gradient_accumulation_steps = 4": None,
-    "per_device_eval_batch_size = 16": None,
-    "generation_batch_size = 16": None,
-    "ds3_gather_for_generation = false": None,
-    "log_completions = true": None,
-    "num_completions_to_print = 5": None,
-    "logging_steps = 10": None,
     'report_to = "wandb"': ("run", "tracker", "wandb"),
-    'report_to = "mlflow"': None,
     "vllm_server_timeout = 9.0": ("inference", "startup_timeout", 9.0),
     'vllm_importance_sampling_mode = "sequence_mask"': ("trainer", "importance", "importance:sequence_mask"),
-    'vllm_importance_sampling_clip_max = 2.0\nvllm_importance_sampling_mode = "token_truncate"': (
-        "trainer",
-        "importance_args",
-        {"high": 2.0},
-    ),
-    "vllm_importance_sampling_correction = true": None,
+    'vllm_importance_sampling_clip_max = 2.0\nvllm_importance_sampling_mode = "token_truncate"':
+        ("trainer", "importance_args", {"high": 2.0}),
     "vllm_importance_sampling_correction = false": ("trainer", "importance", ""),
-    "off_policy_mask_threshold = 0.5": None,
-    "router_aux_loss_coef = 0.001": None,
     "cast_lm_head_to_fp32 = true": ("trainer", "head_dtype", "fp32"),
-    "mask_ratio_low = 0.1": None,
-    "mask_ratio_high = 8.0": None,
-    "use_liger = true": None,
-    "adam_beta1 = 0.9": None,
-    "save_only_model = true": None,
-    "remove_unused_columns = false": None,
-    "log_on_each_node = false": None,
-    "lora_use_rslora = true": None,
-    "presence_penalty = 0.1": None,
-    "frequency_penalty = 0.1": None,
-}
+}  # fmt: skip
+# Refused with what to write instead.
+REFUSED_VALUES = [("loss_type", "sapo"), ("loss_type", "cispo"), ("logging_steps", 10), ("report_to", "mlflow")]
+VF_RL_ARGS = 'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\n'
 
 
-@pytest.mark.parametrize("line", OLD_NAMES)
-def test_old_names_are_accepted_or_refused_with_the_new_one(line, tmp_path):
-    text = f'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\n{line}\n'
-    if OLD_NAMES[line]:
-        table, name, value = OLD_NAMES[line]
-        assert getattr(getattr(load(tmp_path, text), table), name) == value
-    else:
-        with pytest.raises(RunError) as e:
-            load(tmp_path, text)
-        assert e.value.code == 2 and f"trainer.args.{line.split()[0]}" in str(e.value) and len(str(e.value)) > 50
+@pytest.mark.parametrize("lines", OLD_NAMES)
+def test_old_names_are_accepted(lines, tmp_path):
+    table, name, value = OLD_NAMES[lines]
+    assert getattr(getattr(load(tmp_path, f"{VF_RL_ARGS}{lines}\n"), table), name) == value
+
+
+@pytest.mark.parametrize("refused", [*vf_rl.REFUSED, *REFUSED_VALUES])
+def test_old_names_are_refused_with_the_new_one(refused, tmp_path):
+    name, value = (refused, 1) if isinstance(refused, str) else refused
+    value = {"True": "true"}.get(value, json.dumps(value))
+    with pytest.raises(RunError, match=f"key 'trainer.args.{name}' = .*: .{{12}}") as e:
+        load(tmp_path, f"{VF_RL_ARGS}{name} = {value}\n")
+    assert e.value.code == 2
 
 
 LOSSES = {  # TRL's names of a loss and its clip range -> trainer.loss and trainer.loss_args here
@@ -200,8 +150,7 @@ LOSSES = {  # TRL's names of a loss and its clip range -> trainer.loss and train
 
 @pytest.mark.parametrize("lines", LOSSES)
 def test_losses_of_trl_keep_their_meaning(lines, tmp_path):
-    text = f'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\nseed = 0\n{lines}\n'
-    trainer = load(tmp_path, text).trainer
+    trainer = load(tmp_path, f"{VF_RL_ARGS}seed = 0\n{lines}\n").trainer
     assert (trainer.loss, trainer.loss_args) == LOSSES[lines]
 
 
@@ -248,15 +197,8 @@ def test_what_is_given_by_our_name_holds(tmp_path):
     assert (cfg.run.max_steps, cfg.trainer.learning_rate) == (5, 5e-5)
 
 
-def test_old_names_are_tested_and_lead_to_keys_that_there_are():
-    tested = {line.split()[0] for line in OLD_NAMES}
-    names = {name for name in vf_rl.REFUSED if isinstance(name, str)}
-    assert names - tested <= {
-        "num_epochs", "num_train_epochs", "gae_lambda", "scale_rewards", "shuffle_dataset", "vllm_server_host",
-        "vllm_server_port", "use_liger_kernel",
-    }  # fmt: skip
-    schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
-    known = set(configs.flatten(schema))
+def test_old_names_lead_to_keys_that_there_are():
+    known = set(configs.DEFAULTS)
     meant = {key for values in vf_rl.VALUES.values() for keys in values.values() for key in keys}
     former = {f"trainer.{name}" for name in (*vf_rl.FORMER, "importance_low", "importance_high")}
     assert not former & known and {*vf_rl.RENAMED.values(), *meant} <= known | former
@@ -282,48 +224,28 @@ def test_files_of_prime_rl_are_refused(tmp_path):
 
 MUTANTS = {  # override -> what the error must name
     "trainer.lora_rnk=4": "'trainer.lora_rnk'.*'trainer.lora_rank'",
-    "trainer.max_step=4": "'trainer.max_step'.*'max_steps'",
-    "orchestrator.batchsize=4": "'orchestrator.batchsize'.*'orchestrator.batch_size'",
-    "modle=x": "'modle'.*'model'",
     "orchestrator.buffer=shuffle": "'orchestrator.buffer'.*'orchestrator.order'",
     "orchestrator.retire_after=3": "retire_after' = 3.*orchestrator.order = ''",
     "orchestrator.curriculum={easy=[0, 9]}": "curriculum.*orchestrator.order",
     "trainer.loss=gspo": "'trainer.loss' = 'gspo': must be one of .'cispo', 'grpo', 'dr_grpo', 'module:function'.",
-    "trainer.loss=losses:": "'trainer.loss' = 'losses:': must be one of",
     "trainer.loss=sft": "'trainer.loss' = 'sft': leave it out: demonstrations .*ce = 1.0",
     "orchestrator.keep=mine:keep": "'orchestrator.keep' = 'mine:keep': .*a method of orchestrator.order's class",
     "orchestrator.extra_groups=mine:replay": "'orchestrator.extra_groups'.*a method of orchestrator.order's class",
     "trainer.importance_args.high=2.0": "importance_args' = {'high': 2.0}: must be left out without trainer.importance",
-    "trainer.minibatches=0": "'trainer.minibatches' = 0: must be above 0",
     "orchestrator.generation_timeout=900": "generation_timeout' = 900.0: must be below watchdog = 900.0",
-    "tracker=mlflow": "'tracker' = 'mlflow': must be one of",
-    "trainer.batch_timeout_s=9": "'trainer.batch_timeout_s'.*'trainer.sync_timeout_s'",
     "evl.every=3": "'evl.every'.*'.*every'",
-    "trainer.args.lerning_rate=1": "'trainer.lerning_rate'.*'trainer.learning_rate'",
-    "orchestrator.sampling.temprature=1": "'orchestrator.sampling.temprature'.*temperature'",
     "trainer.learning_rate=fast": "'trainer.learning_rate'.*must be a finite number",
-    "trainer.learning_rate=true": "'trainer.learning_rate'.*must be a finite number",
     "trainer.learning_rate=0": "'trainer.learning_rate'.*above 0",
-    "trainer.learning_rate=-1e-5": "'trainer.learning_rate'.*above 0",
     "trainer.learning_rate=nan": "'trainer.learning_rate'",
-    "trainer.learning_rate=inf": "'trainer.learning_rate'",
     "trainer.lora_rank=8.5": "'trainer.lora_rank'.*must be an int",
-    "trainer.lora_rank=0": "'trainer.lora_rank'.*above 0",
     "trainer.use_lora=1": "'trainer.use_lora'.*must be true or false",
     "trainer.lora_dropout=1.5": "'trainer.lora_dropout'.*below 1",
     "trainer.lora_target_modules=q_proj": "'trainer.lora_target_modules'.*must be a list of strings",
-    "trainer.lora_target_modules=[1]": "'trainer.lora_target_modules'.*must be a list of strings",
-    "trainer.dtype=float64": "'trainer.dtype'.*bf16",
-    "trainer.loss=ppo": "'trainer.loss'.*cispo",
     "trainer.advantage=gae": "'trainer.advantage'.*leave_one_out",
-    "trainer.lr_scheduler_type=cosin": "'trainer.lr_scheduler_type'.*cosine",
     "trainer.warmup_ratio=2": "'trainer.warmup_ratio'.*at most 1",
-    "trainer.gpus=0": "'trainer.gpus'.*above 0",
     "trainer.ref_sync_steps=5": "trainer.ref_sync_steps.*trainer.beta",
     "trainer.sync_host=10.0.0.1": "sync_host.*inference.allow_remote",
-    "max_steps=-1": "'max_steps'.*at least 0",
     "max_seq_len=16": "max_tokens' = 16.*max_seq_len = 16",
-    "seed=-1": "'seed'.*at least 0",
     "model=3": "'model'.*must be a string",
     "model=": "'model' = '': must be given",
     "env.id=": "'env.id' = '': must be given",
@@ -333,36 +255,26 @@ MUTANTS = {  # override -> what the error must name
     "orchestrator.max_concurrent=3": "'orchestrator.max_concurrent' = 3.*rollouts_per_example = 4",
     "orchestrator.max_prompt_len=64": "max_prompt_len' = 64.*max_seq_len = 64",
     "orchestrator.sampling.top_p=0.9": "top_p.*allow_biased_sampling",
-    "orchestrator.sampling.top_p=1.9": "'orchestrator.sampling.top_p'.*at most 1",
-    "orchestrator.sampling.temperature=0": "'orchestrator.sampling.temperature'.*above 0",
     "inference.args.port=9": "inference.args.*port",
     "inference.args.data_parallel_size=2": "inference.args.*data_parallel_size",
     "inference.args.tensor_parallel_size=2": "'inference.gpus' = 1.*tensor_parallel_size = 2",
     'inference.urls=["http://10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     'inference.urls=["http://10.0.0.1:8000//127.0.0.1"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
     'inference.urls=["http://127.0.0.1:x@10.0.0.1:8000"]': "inference.urls.*10.0.0.1.*inference.allow_remote",
-    "checkpoint.keep=0": "'checkpoint.keep'.*above 0",
     "trainer": "^trainer: Expected '='",
-    "learning rate=1": "^learning rate=1: Expected '='",
     "trainer..loss=sft": "^trainer..loss=sft: Invalid",
     "trainer.adam_beta2=1": "trainer.adam_beta2' = 1.0: must be below 1",
     "trainer.importance=mask": "'trainer.importance'.*module:function",
-    "trainer.optimizer=sgd": "'trainer.optimizer'.*module:function",
-    "seed=4294967296": "'seed'.*at most 4294967295",
-    "inference.args.tensor_parallel_size=0": "'inference.gpus' = 1.*tensor_parallel_size = 0",
-    'inference.args.tensor_parallel_size="2"': "'inference.gpus' = 1.*tensor_parallel_size = '2'",
     'inference.urls=["localhost:8000"]': "inference.urls.*localhost:8000.*http://host:port",
-    "inference.args.foo=1979-05-27": "'inference.args' = .*'foo'.*without dates",
-    "inference.port=70000": "'inference.port'.*at most 65535",
     "watchdog=1e17": "'watchdog'.*at most 1000000000",
-    "inference.startup_timeout=1e16": "'inference.startup_timeout'.*at most 1000000000",
+    "seed=4294967296": "'seed'.*at most 4294967295",
+    "trainer.minibatches=0": "'trainer.minibatches' = 0: must be above 0",
     "max_steps=1000000": "'max_steps'.*at most 999999",
     "inference.args.max-model-len=9": "inference.args.*max-model-len.*must be a flag of vLLM, written with _",
     "inference.startup_timeout=0.00001": "'inference.startup_timeout'.*at least 1",  # bash does not know 1e-05
     "inference.sleep=true": "'inference.sleep' = True.*left out with orchestrator.max_staleness = 1",
     "orchestrator.order=shuffled": "'orchestrator.order'.*module:class",
     "env=3": "'env' = 3: unknown",
-    "run_name=..": "run_name' = '..'.*directory",
     "run_name=/tmp/elsewhere": "run_name' = '/tmp/elsewhere'.*directory",
 }
 
@@ -374,7 +286,7 @@ def test_mutated_configurations_are_refused_by_key(override, tmp_path):
     assert e.value.code == 2 and re.search(MUTANTS[override], str(e.value)), str(e.value)
 
 
-@pytest.mark.parametrize("override", ["trainer.lora_rnk=4", "trainer.loss=ppo", "orchestrator.batch_size=18"])
+@pytest.mark.parametrize("override", ["trainer.lora_rnk=4", "orchestrator.batch_size=18"])
 def test_launch_refuses_within_seconds(override, tmp_path):
     (tmp_path / "some.toml").write_text(BASE.format(model="m"))
     started = time.monotonic()
@@ -404,20 +316,12 @@ def test_no_file_and_no_toml(tmp_path):
 
 def test_every_key_is_read_somewhere():
     """A key that nothing reads is a promise that nothing keeps."""
-    schema = tomllib.loads((ROOT / "configs" / "defaults.toml").read_text())
-    files = [
-        *ROOT.glob("*.py"),
-        *ROOT.glob("configs/*.py"),
-        *ROOT.glob("configs/runtime/*.py"),
-        *ROOT.glob("tools/*.py"),
-    ]
-    code = "".join(path.read_text() for path in files)
-    for key in configs.flatten(schema):
-        name = key.rpartition(".")[2]
-        table = key.rpartition(".")[0] or "run"
-        assert re.search(rf"\.{name}\b|\"{name}\"|\b{table}_{name}\b", code), (
-            f"{key} is in defaults.toml and never read"
-        )
+    patterns = ("*.py", "configs/*.py", "configs/runtime/*.py", "tools/*.py")
+    code = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
+    for key in configs.DEFAULTS:
+        table, _, name = f"run.{key}".rpartition(".")
+        table = table.removeprefix("run.")
+        assert re.search(rf"\.{name}\b|\"{name}\"|\b{table}_{name}\b", code), f"{key} is never read"
 
 
 def test_several_environments_are_told_apart(tmp_path):
@@ -447,10 +351,6 @@ def test_every_table_and_every_fixed_key_is_known():
     assert tables == set(configs.TABLES)
 
 
-def test_an_empty_table_is_as_if_it_was_left_out(tmp_path):
-    assert load(tmp_path, f"{VF_RL}[checkpoint]\n[orchestrator.sampling]\n").checkpoint.keep == 2
-
-
 def test_every_shipped_configuration_loads():
     files = [path for path in (ROOT / "configs").glob("*.toml") if path.name != "defaults.toml"]
     assert len(files) >= 10
@@ -459,34 +359,27 @@ def test_every_shipped_configuration_loads():
 
 
 def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
-    overrides = [
+    first = load(
+        tmp_path,
+        VF_RL,
         "trainer.beta=0.5",
         "env.args.api_key=sk-1",
         "env.args.judge={hf_token='hf-2', max_tokens=5, end_token=7}",
-    ]
-    overrides += ["env.args.judges=[{name='a', api_key='sk-3'}]"]
-    overrides += ["env.args.prompt='Reply \"so\" \U0001f600'", 'env.args."\u00fc"=[1, true]']
-    first = load(tmp_path, VF_RL, *overrides)
+        "env.args.judges=[{name='a', api_key='sk-3'}]",
+        "env.args.prompt='Reply \"so\" \U0001f600'",
+        'env.args."\u00fc"=[1, true]',
+    )
     text = configs.to_toml(first)
     again = load(tmp_path, text)
-    kept = first.env[0].args | {
-        "api_key": "REDACTED",
-        "judge": {"hf_token": "REDACTED", "max_tokens": 5, "end_token": 7},
-    }
-    kept["judges"] = [{"name": "a", "api_key": "REDACTED"}]
-    assert again.env == [first.env[0]._replace(args=kept)] and not re.search("sk-1|hf-2|sk-3", text)
+    judge = {"hf_token": "REDACTED", "max_tokens": 5, "end_token": 7}
+    kept = {"api_key": "REDACTED", "judge": judge, "judges": [{"name": "a", "api_key": "REDACTED"}]}
+    assert again.env == [first.env[0]._replace(args=first.env[0].args | kept)]
+    assert not re.search("sk-1|hf-2|sk-3", text)
     for table in ("run", "inference", "orchestrator", "sampling", "eval", "trainer", "checkpoint"):
         assert getattr(again, table) == getattr(first, table)
 
 
-def test_an_override_holds_any_text(tmp_path):
-    text = 'a\U0001f600 \x7f \\ " é'
-    assert load(tmp_path, VF_RL, f"env.args.text={text}").env[0].args["text"] == text
-
-
-@pytest.mark.parametrize(
-    "body", ["def f(:", "f = undefined", "len(1)", "raise SystemExit(1)", "1 / 0", "import nowhere"]
-)
+@pytest.mark.parametrize("body", ["def f(:", "raise SystemExit(1)", "1 / 0", "import nowhere"])
 def test_a_module_that_cannot_be_imported_is_an_error_of_the_configuration(body, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     name = f"broken{abs(hash(body))}"
@@ -554,10 +447,12 @@ def test_a_cause_that_is_no_text_is_told(tmp_path):
     assert done.returncode == 4 and "[x] exit=4 lost \\ud800" in done.stderr, done.stderr
 
 
-def test_an_override_leaves_what_is_beside_it(tmp_path):
+def test_an_override_leaves_what_is_beside_it_and_holds_any_text(tmp_path):
     more = "[env]\nid = 'x'\nargs = {task = ['a'], config = {gcd = {most = 500, least = 2}, lcm = {most = 9}}}\n"
     cfg = load(tmp_path, f"model = 'm'\n{more}", "env.args.config.gcd.most=7")
     assert cfg.env[0].args == {"task": ["a"], "config": {"gcd": {"most": 7, "least": 2}, "lcm": {"most": 9}}}
+    text = 'a\U0001f600 \x7f \\ " é'
+    assert load(tmp_path, VF_RL, f"env.args.text={text}").env[0].args["text"] == text
 
 
 @pytest.mark.parametrize("wrong", ["--rep=x", "--chec", "--chec=x"])

@@ -122,6 +122,15 @@ def box(contained, tmp_path, monkeypatch):
     return contained
 
 
+@pytest.fixture
+def outside():
+    """A directory not in /tmp, which the sandbox has anew in any case."""
+    path = Path(tempfile.mkdtemp(dir="/var/tmp"))
+    os.chmod(path, 0o755)
+    yield path
+    shutil.rmtree(path)
+
+
 def run_marked(box, code):
     """-> what it says; nothing may be left of it."""
     marker = uuid.uuid4().hex
@@ -221,59 +230,49 @@ def files_case(home):
 CLEAN = "['HOME', 'LANG', 'PATH'] /tmp [] 0o40700 []\nok"
 
 
-def test_no_files_no_processes_no_environment(box, tmp_path, monkeypatch):
-    home = Path(tempfile.mkdtemp(dir="/var/tmp"))  # not in /tmp, which the sandbox has anew in any case
-    try:
-        os.chmod(home, 0o777)
-        (home / "secret").write_text("hf_token")
-        monkeypatch.setenv("HOME", str(home))
-        monkeypatch.setenv("API_KEY", "secret")
-        case = files_case(home)
-        assert run_marked(Sandbox([Path.home(), ROOT]), f"CASE = {case}\n{FILES}") == CLEAN
-        assert os.listdir(home) == ["secret"]
-        assert not any((Path(path) / "sandbox_was_here").exists() for path in case["write"])
-    finally:
-        shutil.rmtree(home)
+def test_no_files_no_processes_no_environment(box, outside, monkeypatch):
+    os.chmod(outside, 0o777)
+    (outside / "secret").write_text("hf_token")
+    monkeypatch.setenv("HOME", str(outside))
+    monkeypatch.setenv("API_KEY", "secret")
+    case = files_case(outside)
+    assert run_marked(Sandbox([Path.home(), ROOT]), f"CASE = {case}\n{FILES}") == CLEAN
+    assert os.listdir(outside) == ["secret"]
+    assert not any((Path(path) / "sandbox_was_here").exists() for path in case["write"])
 
 
-def test_hidden_directories_in_visible_ones_and_an_interpreter_in_a_hidden_one(box, monkeypatch):
-    place = Path(tempfile.mkdtemp(dir="/var/tmp"))
-    try:
-        os.chmod(place, 0o755)
-        for name in ("open", "open/hidden", "hidden", "hidden/open"):
-            (place / name).mkdir()
-            (place / name / "file").write_text("x")
-        monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, f"{place}/open", f"{place}/hidden/open"])
-        code = f"import os\nfor f in sorted(os.walk('{place}')): print(f[0][{len(str(place))}:], sorted(f[2]))"
-        seen = run_marked(Sandbox([place / "open/hidden", place / "hidden"]), code).splitlines()
-        assert seen == [" []", "/hidden []", "/hidden/open ['file']", "/open ['file']", "/open/hidden []"]
-    finally:
-        shutil.rmtree(place)
+def test_hidden_directories_in_visible_ones_and_an_interpreter_in_a_hidden_one(box, outside, monkeypatch):
+    for name in ("open", "open/hidden", "hidden", "hidden/open"):
+        (outside / name).mkdir()
+        (outside / name / "file").write_text("x")
+    monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, f"{outside}/open", f"{outside}/hidden/open"])
+    code = f"import os\nfor f in sorted(os.walk('{outside}')): print(f[0][{len(str(outside))}:], sorted(f[2]))"
+    seen = run_marked(Sandbox([outside / "open/hidden", outside / "hidden"]), code).splitlines()
+    assert seen == [" []", "/hidden []", "/hidden/open ['file']", "/open ['file']", "/open/hidden []"]
 
 
-def test_another_user_gets_the_same(box):
+def test_another_user_gets_the_same(box, outside):
     """As root: again for a user without rights, whose own files the code could otherwise read."""
-    home = Path(tempfile.mkdtemp(dir="/var/tmp"))
-    user, python = [], sys.executable
-    try:
-        (home / "secret").write_text("hf_token")
-        if os.getuid() == 0:
-            user, python = "setpriv --reuid=12345 --regid=12345 --clear-groups".split(), sandbox.find_python()[0]
-            for path in (home, home / "secret"):
-                os.chown(path, 12345, 12345)
-        marker = uuid.uuid4().hex
-        codes = (f"CASE = {files_case(home)}\n{FILES}", ATTACKS["daemon that hides"])
-        codes = [f"# {marker}\n{code}" for code in codes]
-        program = (ROOT / "configs" / "environments" / "sandbox.py").read_text()
-        program += f"\nbox = Sandbox({[str(home)]!r}, timeout_s=2)\n"
-        program += f"print(json.dumps([box.run(code) for code in {codes!r}]))"
-        command = [*user, python, "-I", "-"]
-        done = subprocess.run(command, input=program, text=True, capture_output=True, cwd="/", env={"HOME": str(home)})
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == [CLEAN, "[stopped after 2 s]"]
-        assert not survivors(marker) and os.listdir(home) == ["secret"]
-    finally:
-        shutil.rmtree(home)
+    (outside / "secret").write_text("hf_token")
+    user = []
+    python = sys.executable
+    if os.getuid() == 0:
+        user = "setpriv --reuid=12345 --regid=12345 --clear-groups".split()
+        python = sandbox.find_python()[0]
+        for path in (outside, outside / "secret"):
+            os.chown(path, 12345, 12345)
+    marker = uuid.uuid4().hex
+    codes = (f"CASE = {files_case(outside)}\n{FILES}", ATTACKS["daemon that hides"])
+    codes = [f"# {marker}\n{code}" for code in codes]
+    program = (ROOT / "configs" / "environments" / "sandbox.py").read_text()
+    program += f"\nbox = Sandbox({[str(outside)]!r}, timeout_s=2)\n"
+    program += f"print(json.dumps([box.run(code) for code in {codes!r}]))"
+    command = [*user, python, "-I", "-"]
+    env = {"HOME": str(outside)}
+    done = subprocess.run(command, input=program, text=True, capture_output=True, cwd="/", env=env)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [CLEAN, "[stopped after 2 s]"]
+    assert not survivors(marker) and os.listdir(outside) == ["secret"]
 
 
 def test_it_dies_with_its_caller(box):
@@ -313,16 +312,11 @@ def test_a_hole_is_found_at_load_time(contained, monkeypatch, name, old, new, wh
     assert caught.value.code == 2
 
 
-def test_visible_files_are_found_at_load_time(box, monkeypatch):
-    place = tempfile.mkdtemp(dir="/var/tmp")
-    try:
-        os.chmod(place, 0o755)
-        monkeypatch.setattr(tempfile, "tempdir", place)
-        monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, place])
-        with pytest.raises(CannotContain, match="files outside can be read"):
-            Sandbox()
-    finally:
-        shutil.rmtree(place)
+def test_visible_files_are_found_at_load_time(box, outside, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(outside))
+    monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, str(outside)])
+    with pytest.raises(CannotContain, match="files outside can be read"):
+        Sandbox()
 
 
 def test_without_a_sandbox_it_warns_every_time_and_keeps_the_limits(tmp_path, monkeypatch, capsys):
@@ -421,34 +415,27 @@ def test_gsm8k_scores_answer_and_format():
 
 
 @pytest.mark.parametrize("text, other, same", [
-    ("1,200", "$1200.00", True), ("0.50", ".5", True), ("7.", "7", True), ("-3", "-3.0", True), ("3", "-3", False),
-    ("\u22125", "-5", True), (r"\$ 1{,}200", "1200", True),
-    ("10", "1", False), ("100", "1", False), ("1" * 40, "1" * 39 + "2", False), ("1" + "0" * 400, "1", False),
+    ("1,200", "$1200.00", True), ("0.50", ".5", True), ("7.", "7", True), ("3", "-3", False), ("\u22125", "-5", True),
+    (r"\$ 1{,}200", "1200", True), ("10", "1", False), ("1" * 40, "1" * 39 + "2", False),
+    *[(text, None, True) for text in ("", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "\u0663", ".", "1 2", "1,2,3")],
 ])  # fmt: skip
-def test_numbers_compare(text, other, same):
+def test_numbers_compare_and_what_is_none(text, other, same):
     assert (gsm8k.number(text) == gsm8k.number(other)) == same
-
-
-def test_what_is_no_number():
-    for text in ("", None, "x", "1 or 2x", "nan", "inf", "1e5", "1.2.3", "٣", ".", "1 2", "1,2", "1,2,3", "3\n4"):
-        assert gsm8k.number(text) is None, text
 
 
 def test_gsm8k_reads_its_own_columns(tmp_path):
     path = tmp_path / "rows.jsonl"
-    rows = [
-        {"question": "How many?", "answer": f"He has 6*{i}=<<6*{i}={6 * i}>>{6 * i}.\n#### 1,00{i}"} for i in range(9)
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
+    answers = [f"He has 6*{i}=<<6*{i}={6 * i}>>{6 * i}.\n#### 1,00{i}" for i in range(9)]
+    rows = [json.dumps({"question": "How many?", "answer": answer}) for answer in answers]
+    path.write_text("\n".join(rows))
     env = gsm8k.load_environment(path=str(path), num_eval=2, num_train=5, system_prompt="")
     assert [len(env.dataset), len(env.eval_dataset), env.head] == [5, 2, []]
     assert env.dataset[3] == {"question": "How many?", "answer": "1,003", "solution": "He has 6*3=18."}
-    path.write_text(json.dumps({"question": "How many?", "answer": "42"}))
-    with pytest.raises(DataError, match="row 0 has no"):
-        gsm8k.load_environment(path=str(path))
-    path.write_text("\n".join(map(json.dumps, rows[:8])))
-    with pytest.raises(DataError, match="has 8 rows"):
-        gsm8k.load_environment(path=str(path))
+    unmarked = json.dumps({"question": "How many?", "answer": "42"})
+    for text, problem in ((unmarked, "row 0 has no"), ("\n".join(rows[:8]), "has 8 rows")):
+        path.write_text(text)
+        with pytest.raises(DataError, match=problem):
+            gsm8k.load_environment(path=str(path))
 
 
 def test_gsm8k_without_a_path_is_the_dataset(monkeypatch):

@@ -1,22 +1,18 @@
 """tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server. Also
 tools/show.py and tmux.sh."""
 
-import asyncio
 import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from aiohttp import web
 from conftest import ROOT, all_batches, free_port, lines, make_sequences, run_trainer, write_run
+from plain_server import PlainServer
 from safetensors.numpy import load_file, save_file
 
 from configs.models import toy
@@ -24,53 +20,6 @@ from configs.runtime.role import CONFIG, DATA, RunError
 from orchestrator import save_batch
 from tools import evaluate, show
 from tools.evaluate import pass_at, wilson
-
-# Keys of a request, and no more: no n, nothing that only vLLM knows.
-OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "stop", "tools"}
-
-
-class PlainServer:
-    """Only what every OpenAI-compatible server has; anything else in a request is refused. answer(body) -> message."""
-
-    def __init__(self, answer):
-        self.answer = answer
-        self.bodies = []
-        self.port = free_port()
-        self.loop = asyncio.new_event_loop()
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-
-    async def models(self, request):
-        return web.json_response({"object": "list", "data": [{"id": "plain-model", "object": "model"}]})
-
-    async def chat(self, request):
-        body = await request.json()
-        self.bodies.append(body | {"authorization": request.headers["Authorization"]})
-        if set(body) - OPENAI:
-            return web.json_response({"error": {"message": f"unknown keys {set(body) - OPENAI}"}}, status=400)
-        message = {"role": "assistant"} | self.answer(body)
-        choice = {"index": 0, "finish_reason": "stop", "message": message, "text": message["content"]}
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        return web.json_response(reply)
-
-    def __enter__(self):
-        async def serve():
-            app = web.Application()
-            app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
-            app.add_routes([web.post("/v1/completions", self.chat)])
-            self.runner = web.AppRunner(app, shutdown_timeout=0.1)
-            await self.runner.setup()
-            await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
-            up.set()
-
-        up = threading.Event()
-        self.loop.create_task(serve())
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        assert up.wait(10)
-        return self
-
-    def __exit__(self, *_):
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
-        self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 def counting():
@@ -106,7 +55,7 @@ def test_eval_on_a_plain_server(tmp_path, toml):
         env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OPENAI_API_KEY": "secret"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr
-    assert "think_env: 5 examples x 4 rollouts, plain-model at " + server.url in done.stdout
+    assert "think_env: 5 examples x 4 rollouts, plain at " + server.url in done.stdout
     written = lines(tmp_path / "eval.jsonl")
     mean = sum(line["reward"] for line in written) / 20
     assert len(written) == 20 and f"avg@4 {mean:.3f} +- " in done.stdout
@@ -117,16 +66,13 @@ def test_eval_on_a_plain_server(tmp_path, toml):
     assert len(server.bodies) == 20 and not list(tmp_path.glob("run/batches/*"))
 
 
-ADVICE = {"zero": "too hard: no reward in 12 attempts", "constant": "too easy: above 0.8"}
-
-
-@pytest.mark.parametrize("kind, advice", ADVICE.items())
-def test_rules_of_thumb(kind, advice, tmp_path, models, capsys):
-    toml = write_run(tmp_path, models["untied"], 1, f'{{ kind = "{kind}" }}')
+def test_rules_of_thumb(tmp_path, models, capsys):
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "zero" }')
     with PlainServer(counting()) as server:
         args = ["--base-url", server.url, "--model", "m", "--n", "3", "--rollouts-per-example", "4"]
         evaluate.main([str(toml), "--eval", *args])
-    assert advice in capsys.readouterr().out and {body["model"] for body in server.bodies} == {"m"}
+    out = capsys.readouterr().out
+    assert "too hard: no reward in 12 attempts" in out and {body["model"] for body in server.bodies} == {"m"}
 
 
 def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
@@ -210,10 +156,6 @@ def test_generate_then_train_offline(tmp_path, toml, capsys):
     assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
     again = run_trainer(toml, "--replay", replay, "max_steps=9", "trainer.learning_rate=1e-9", check=False)
     assert again.returncode == CONFIG and "choose another run_name" in again.stderr
-    shutil.copytree(replay, tmp_path / "more")
-    shutil.copy(replay / "step_000000.safetensors", tmp_path / "more" / "step_000009.safetensors")
-    other = run_trainer(toml, "--replay", tmp_path / "more", "max_steps=9", check=False)
-    assert other.returncode == CONFIG and f"replay was '{replay}', now '{tmp_path}/more'" in other.stderr
     # 2. Imitation of the 14 best.
     more = ["run_name=best"]
     evaluate.main([str(toml), "--demonstrations", str(data), "--min-reward", "1", *more])
@@ -297,13 +239,6 @@ def test_intervals_and_pass_at_k():
     assert pass_at(2, [[1, 0.5], [0, 0], [2]]) == (0.5, 2)  # the third has too few
 
 
-def test_nothing_needs_tools():
-    """tools/ may be deleted: nothing imports it."""
-    for path in [*ROOT.glob("*.py"), *(ROOT / "configs").glob("**/*.py")]:
-        imports = re.findall(r"^\s*(?:import|from) tools\b", path.read_text(), re.MULTILINE)
-        assert not imports, path
-
-
 # --- reading rollouts -------------------------------------------------------------------------------------------------
 
 
@@ -322,18 +257,17 @@ def small_run(models, tmp_path):
             line |= {
                 "step": step,
                 "example": 7 + s["group"],
+                "metrics": {"exact": 0.5},
                 "truncated": False,
                 "error": "",
-                "metrics": {"exact": 0.5},
             }
             line |= {"prompt": [{"role": "user", "content": "why"}], "completion": say(f"\x1b[2J {step} {i}")}
             line |= {"answer": "so", "dropped": "flat" if s["group"] else ""}
             text += json.dumps(line) + "\n"
         save_batch(tmp_path / "batches" / f"step_{step:06d}.safetensors", sequences[:2], {})
     (tmp_path / "rollouts.jsonl").write_text(text + '{"step": 2, "rew')
-    logp = np.concatenate(
-        [np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_sequences(4, group=2)[:2]]
-    )
+    moved = [np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_sequences(4, group=2)[:2]]
+    logp = np.concatenate(moved)
     save_file({"logp": logp.astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
     show.values_of.cache_clear()
     return tmp_path
@@ -349,6 +283,7 @@ def test_reading_rollouts(small_run, capsys):
     assert text.count("=== step 1, ") == 3 and "\x1b" not in text and "\\x1b[2J 1 " in text
     assert "reward 1.000 (exact 0.5)" in shown(capsys, small_run, "--sort", "reward", "--n", "1")
     assert shown(capsys, small_run, "--min-reward", "2").strip() == "no such rollout"
+    assert shown(capsys, small_run, "--min-reward", "0.5", "--step", "0", "--n", "9").count("===") == 3
     text = shown(capsys, small_run, "--max-reward", "0", "--step", "0")
     assert text.count("===") == 1 and "[expected answer] so" in text
     assert "dropped: flat" in shown(capsys, small_run, "--row", "8", "--n", "1")
@@ -383,16 +318,6 @@ def test_an_advantage_of_a_module_is_found(small_run, capsys):
         colored = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99", "--sort", "reward")
         assert "[+++]" in colored and "[---]" in colored
     assert colored.index("[---]") < colored.index("[+++]")  # the better one comes first, with less than the mean
-
-
-@pytest.mark.parametrize("low, high, rewards", [(None, None, [-1, 0, 1, None]), (0, None, [0, 1]), (None, 0, [-1, 0])])
-def test_rollouts_are_chosen_by_reward(low, high, rewards, tmp_path):
-    rows = [json.dumps({"step": 0, "env": "a", "example": 1, "dropped": "flat", "reward": x}) for x in (-1, 0, 1, None)]
-    (tmp_path / "rollouts.jsonl").write_text("\n".join(rows) + '\n{"step": 1, "rew')  # and half of one
-    args = SimpleNamespace(step=None, env="a", row=None, min_reward=low, max_reward=high, color=None)
-    assert [line["reward"] for line in show.chosen(tmp_path, args)] == rewards
-    args.color = "advantage"
-    assert not list(show.chosen(tmp_path, args))  # none was trained on
 
 
 # --- tmux -------------------------------------------------------------------------------------------------------------

@@ -103,24 +103,20 @@ def test_the_warm_up_uses_no_setting_of_the_reinforcement_learning(tmp_path, mon
     (command,) = commands
     assert command[1] == str(ROOT / "trainer.py") and command[-2:] == ["--replay", str(tmp_path / "batches")]
     cfg = load_config(command[2], command[3:-2])
-    assert {name: getattr(cfg.trainer, name) for name in tiny_model.RL_KEYS} == {
-        name: DEFAULTS[f"trainer.{name}"] for name in tiny_model.RL_KEYS
-    }
+    for name in tiny_model.RL_KEYS:
+        assert getattr(cfg.trainer, name) == DEFAULTS[f"trainer.{name}"], name
     assert cfg.run.max_steps == 7 and cfg.run.max_seq_len == 600 and cfg.trainer.learning_rate == 2e-4
     assert cfg.run.origin == str(tmp_path / "quick.toml")
 
 
 def test_demonstrations_are_imitated_and_nothing_of_them_is_left_to_the_policy_gradient(tmp_path, monkeypatch):
     saved = []
-    monkeypatch.setattr(
-        tiny_model, "save_batch", lambda path, sequences, info: saved.append((path.name, sequences, info))
-    )
+    monkeypatch.setattr(tiny_model, "save_batch", lambda *batch: saved.append(batch))
     talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}]
     tiny_model.write_demonstrations(tmp_path / "batches", tiny_model.make_tokenizer(), [talk] * 4, batch_size=2)
-    assert [(name, info) for name, _, info in saved] == [
-        (f"step_00000{step}.safetensors", {"step": step, "offline": True}) for step in (0, 1)
-    ]
-    for _, sequences, _ in saved:
+    assert len(saved) == 2
+    for step, (path, sequences, info) in enumerate(saved):
+        assert path.name == f"step_00000{step}.safetensors" and info == {"step": step, "offline": True}
         assert [(s["ce"], s["mask"]) for s in sequences] == [([0.0] * 5 + [1.0] * 3, [0] * 8)] * 2
 
 
@@ -132,12 +128,8 @@ def prepare(tmp_path):
     (tmp_path / "quick.toml").write_text(f"{text}[trainer]\nmicro_batch_size = 1\n{RL}\n")
 
     def go(*overrides):
-        command = [
-            sys.executable,
-            str(ROOT / "configs" / "models" / "toy.py"),
-            str(tmp_path / "quick.toml"),
-            *overrides,
-        ]
+        toy = ROOT / "configs" / "models" / "toy.py"
+        command = [sys.executable, str(toy), str(tmp_path / "quick.toml"), *overrides]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         return done, tmp_path / "models" / "quick"
 
@@ -158,13 +150,11 @@ def test_prepare_tells_what_is_wrong_with_the_task_and_makes_nothing(prepare, ov
 @pytest.mark.slow
 @pytest.mark.long
 def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     done, model = prepare()
     assert done.returncode == 0, done.stderr
     assert [path.name for path in model.parent.iterdir()] == ["quick"]
-    assert AutoModelForCausalLM.from_pretrained(model).dtype == torch.float32
-    assert AutoTokenizer.from_pretrained(model).chat_template == tiny_model.TEMPLATE
+    assert transformers.AutoModelForCausalLM.from_pretrained(model).dtype == torch.float32
+    assert transformers.AutoTokenizer.from_pretrained(model).chat_template == tiny_model.TEMPLATE
 
 
 @pytest.mark.long

@@ -1,0 +1,65 @@
+"""A server with what every OpenAI-compatible server has, and nothing else, in a thread of its own."""
+
+import asyncio
+import threading
+
+from aiohttp import web
+from conftest import free_port
+
+# Keys of a request, and no more: no n, nothing that only vLLM knows.
+OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "stop", "tools"}
+
+
+class PlainServer:
+    """answer(body) -> the reply's message, its text alone, or (status, headers). also: more keys."""
+
+    def __init__(self, answer, delay_s=0.0, also=()):
+        self.answer = answer
+        self.delay_s = delay_s
+        self.keys = OPENAI.union(also)
+        self.bodies = []
+        self.running = 0
+        self.most_running = 0
+        self.port = free_port()
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+
+    async def models(self, request):
+        entries = [{"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in ("plain", "second")]
+        return web.json_response({"object": "list", "data": entries})
+
+    async def chat(self, request):
+        body = await request.json()
+        self.bodies.append(body | {"authorization": request.headers["Authorization"]})
+        if set(body) - self.keys:
+            return web.json_response({"error": {"message": f"unknown keys {set(body) - self.keys}"}}, status=400)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(self.delay_s)
+        self.running -= 1
+        said = self.answer(body)
+        if isinstance(said, tuple):
+            return web.json_response({"error": {"message": "no"}}, status=said[0], headers=said[1])
+        message = {"role": "assistant"} | (said if isinstance(said, dict) else {"content": said})
+        choice = {"index": 0, "finish_reason": "stop", "message": message, "text": message["content"]}
+        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
+        return web.json_response(reply)
+
+    async def start(self):
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
+        app.add_routes([web.post("/v1/completions", self.chat)])
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+
+    def __enter__(self):
+        self.thread.start()
+        asyncio.run_coroutine_threadsafe(self.start(), self.loop).result(10)
+        return self
+
+    def __exit__(self, *_):
+        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(10)
