@@ -221,10 +221,10 @@ def claim(run_dir):
         raise RunError(CONFIG, f"{run_dir} belongs to a run under way: choose another run_name") from None
 
 
-def clear_up(run_dir, more=""):
+def clear_up(run_dir, *more):
     """Removes what a run leaves half done, and the files that are given."""
-    command = f"rm -rf tmp adapters *.tmp */*.tmp {more}"
-    subprocess.run(command, shell=True, cwd=run_dir, stderr=subprocess.DEVNULL)
+    for pattern in ("tmp", "adapters", "*.tmp", "*/*.tmp", *more):
+        subprocess.run(["rm", "-rf", *run_dir.glob(pattern)])
 
 
 def start(role, path):
@@ -411,7 +411,7 @@ def main(argv):
     logs = []  # open, as far as the console has shown them
     try:
         signal.signal(signal.SIGTERM, on_signal)
-        clear_up(run_dir, "version done")
+        clear_up(run_dir, "version", "done")
         left = supervise(cfg, run_dir, roles, logs)
         if steps:
             (run_dir / "identity").write_text(json.dumps(identity(cfg)))
