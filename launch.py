@@ -248,7 +248,6 @@ def start(role, path):
 
 def supervise(cfg, run_dir, waiting, logs):
     """Starts the roles that wait and watches them until the run is done. Returns {name: process} of those still there.
-
     RunError if one ends too early, whatever its exit code, or if none makes progress."""
     processes = {}
     watched = {}  # {pidfd: (role, pid)} of roles and engines
