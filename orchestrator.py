@@ -37,7 +37,7 @@ from env import Truncated, call, ensure, finite, load_environment
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
-# What the server said to one request. versions: live when it was asked, and when it had answered.
+# The server's reply to one request. versions: live when it was asked, and when it had answered.
 Reply = namedtuple("Reply", "message prompt_ids ids logps finish_reason versions")
 
 
@@ -46,8 +46,8 @@ class ServerError(Exception):
 
 
 class Client:
-    """vLLM behind its OpenAI endpoint, and the live version. It must be made in an event loop. openai's client would
-    take longer than everything else that the orchestrator does for a rollout."""
+    """vLLM behind its OpenAI endpoint, and the live version. Create it in a running event loop. openai's client would
+    cost more time for each rollout than all else here."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -66,9 +66,9 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def post(self, group, path, body):
-        """Returns the reply as a dict. All of a group, which is its index, goes to one server, which has its prompt in
-        its prefix cache. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is
-        full."""
+        """Returns the reply as a dict. group: its index; all its requests go to one server, whose prefix cache then has
+        the prompt. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is full.
+        """
         urls = self.cfg.inference.urls
         url = urls[group % len(urls)] + path
         for pause in (0.5, 1, 2, None):
@@ -89,8 +89,8 @@ class Client:
 
 
 async def sample(client, group, prompt, tools=None, user="", **override):
-    """Asks for one completion of messages, or of text for base models -> Reply. user: a name for the rollout, which the
-    server may log. Raises Truncated if max_seq_len is reached."""
+    """Asks for one completion of messages, or of text for base models -> Reply. user: the rollout's
+    number in its group, for the server's logs. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
@@ -135,18 +135,18 @@ class Rollout:
     versions: list[int] = field(default_factory=list)  # live at start and end of each turn
     num_turns: int = 0  # messages sampled
     num_tokens: int = 0  # sampled
-    temperature: float = 1.0  # they were sampled at it
+    temperature: float = 1.0  # of sampling
     reward: float | None = None  # None: unscored
     turn_rewards: list[float] | None = None  # if the rubric gives them
-    agent_rewards: dict = field(default_factory=dict)  # {agent: reward}; other agents have the rollout's
+    agent_rewards: dict = field(default_factory=dict)  # {agent: reward}; agents that are not in it have `reward`
     metrics: dict = field(default_factory=dict)  # of each reward function
     truncated: bool = False
     error: str = ""  # why it was lost, and where
 
 
-# The rollouts of one row, which are each other's baseline. index: its place in the environment's order; row: its number
-# in the dataset. dropped: why nothing is learned from them: "failed", "long" (prompt), "empty" (nothing to train on),
-# "flat" (zero variance), or "".
+# The rollouts of one row, which serve as one another's baseline. index: its place in the environment's order; row: its
+# number in the dataset. dropped: why nothing is learned from them: "failed", "long" (prompt), "empty" (nothing to train
+# on), "flat" (zero variance), or "".
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 # Names of a sequence's metadata, which no per-token field may have.
@@ -158,7 +158,7 @@ DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; 
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
     """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none
     is (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a
-    new sequence begins. Two agents never share one, nor does what is trained with what is not."""
+    new sequence begins. Two agents never share one, nor do trainable and other turns."""
     longest_first = sorted(sequences, key=lambda s: -len(s["tokens"]))
     for s in longest_first:
         is_same = s["agent"] == agent and s["trainable"] == trainable
@@ -176,8 +176,8 @@ def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=
 
 
 def check_fields(sequence):
-    """Makes arrays of a sequence's per-token fields, which may be lists, arrays or tensors. Raises DataError for one of
-    another length, or with a reserved name."""
+    """Converts a sequence's per-token fields, which may be lists, arrays or tensors, to arrays. Raises DataError for
+    one of another length, or with a reserved name."""
     num = len(sequence["tokens"])
     for name, values in sequence.items():
         if name not in ("agent", "trainable"):
@@ -199,7 +199,7 @@ def describe(error, most=400):
 
 
 async def guard(rollouts, work, timeout_s):
-    """User code and HTTP may fail here and nowhere else: their rollouts are lost, and counted by the error."""
+    """User code and HTTP may fail here and nowhere else: the rollouts are lost then, and counted by r.error."""
     try:
         async with asyncio.timeout(timeout_s):
             return await work
@@ -218,11 +218,13 @@ async def run_rollout(env, row, ask, step, cfg):
     """A rollout from prompt to reward. ask: sample(), bound to a client and a group."""
     r = Rollout({})
     r.temperature = cfg.sampling.temperature
+    is_over = False
     o = cfg.orchestrator
 
     async def generate(prompt, tools=None, agent="", trainable=True):
         """What the environment calls for each turn of the policy."""
         reply = await ask(prompt, tools)
+        ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
         if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
             raise Truncated
@@ -234,12 +236,14 @@ async def run_rollout(env, row, ask, step, cfg):
         return reply.message
 
     async def play():
+        nonlocal is_over
         # 1. The conversation.
         r.state |= env.start(row) | {"step": step}
         try:
             await env.rollout(r.state, generate)
-        except Truncated:
+        except* Truncated:  # also if it comes out of a TaskGroup
             r.truncated = True
+        is_over = True
         if r.num_turns == 0:  # usually because the prompt itself is too long
             return
         # 2. Fields of the environment's own, and the reward.
@@ -254,7 +258,7 @@ async def run_rollout(env, row, ask, step, cfg):
             r.agent_rewards[agent] = finite(env.rollout, reward)
 
     await guard([r], play(), o.generation_timeout)
-    heartbeat()  # a rollout ends sooner than the watchdog, so while any is under way there is one in time
+    heartbeat()  # generation_timeout is shorter than the watchdog's: running rollouts show life often enough
     return r
 
 
@@ -330,7 +334,7 @@ class Order:
 
     def keep(self, rollouts):
         """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all
-        rewards are equal, and with gamma < 1 also how soon they come. Not asked if there is nothing to train on."""
+        rewards are equal, and with gamma < 1 also how soon they come. Not called if there is nothing to train on."""
         by_turn = self.cfg.trainer.gamma < 1
         earned = set()
         for r in rollouts:
@@ -428,7 +432,7 @@ def save_batch(path, sequences, info):
             parts.append(part)
         data[name] = np.concatenate(parts)
     logp_T = data["old_logp"]
-    if info.get("offline"):  # nan is text that no policy of ours has said
+    if info.get("offline"):  # nan marks tokens that none of our policies sampled
         logp_T = logp_T[~np.isnan(logp_T)]
     require(np.isfinite(logp_T).all(), DATA, f"{path}: old_logp is not finite")
     metadata = []
@@ -493,7 +497,7 @@ def resume(run_dir, cfg):
         except Exception as e:  # from safetensors, JSON or the file system
             raise RunError(STORAGE, f"{path} is damaged ({e!r}). Remove it, and start again") from e
         refuse_other(run, cfg, path)
-    # 2. With the same configuration the versions after the checkpoint come again, bit for bit; otherwise others do.
+    # 2. With an unchanged configuration the versions after the checkpoint come again bit for bit: keep what is known.
     old = run_dir / "config.toml"
     is_same = old.exists() and old.read_text() == configs.to_toml(cfg)
     last = next_step if is_same else step
@@ -544,7 +548,7 @@ def prepare(cfg):
         try:
             envs[e.name] = load_environment(e.id, e.args)
         except Exception as error:
-            is_missing = isinstance(error, ModuleNotFoundError) and error.name in e.id.replace("-", "_")
+            is_missing = isinstance(error, ModuleNotFoundError) and str(error.name) in e.id.replace("-", "_")
             code = CONFIG if is_missing else getattr(error, "code", DATA)
             raise RunError(code, f"env.id = {e.id!r}: {describe(error, 2000)}") from error
         has_rows = envs[e.name].eval_dataset or not cfg.eval.every
@@ -566,8 +570,8 @@ def prepare(cfg):
 
 
 async def run(cfg):
-    """Batches from the last committed one to max_steps, and evaluations. RunError, or an error of ours, ends it."""
-    # 1. What can be wrong is found before a server starts, which the launcher does after this report.
+    """Batches from the last committed one to max_steps, and evaluations. Only RunError or a bug of ours ends it."""
+    # 1. What can be wrong is found before the launcher starts a server.
     o = cfg.orchestrator
     run_dir = run_directory(cfg)
     envs = prepare(cfg)
@@ -577,7 +581,7 @@ async def run(cfg):
     for name, env in envs.items():
         orders[name] = make_order(env.dataset, cfg, state.get(name))
     (run_dir / "config.toml").write_text(configs.to_toml(cfg))
-    report("[orchestrator] ready")
+    report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code
     client = Client(cfg)
@@ -586,10 +590,10 @@ async def run(cfg):
     num_groups = o.batch_size // o.rollouts_per_example
     slots = deal({env.name: env.ratio for env in cfg.env})
     slots = itertools.islice(slots, start * num_groups, None)
-    batch = []
+    previous = []  # the task that commits the batch before
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date
-        for n in range(step, cfg.run.max_steps + 1):  # a batch may exist while its evaluation is missing
+        for n in range(step, cfg.run.max_steps + 1):  # existing batches may lack their evaluations
             evaluation = None
             every = cfg.eval.every
             if every and (n % every == 0 or n == cfg.run.max_steps):
@@ -599,9 +603,8 @@ async def run(cfg):
             if start <= n < cfg.run.max_steps:
                 await client.until(max(0, n - o.max_staleness))
                 shares = Counter(itertools.islice(slots, num_groups))
-                work = produce(n, shares, batch, evaluation, envs, orders, client, running, run_dir, cfg)
-                batch = [tasks.create_task(work)]
-    await client.session.close()
+                work = produce(n, shares, previous, evaluation, envs, orders, client, running, run_dir, cfg)
+                previous = [tasks.create_task(work)]
 
 
 async def produce(n, shares, previous, evaluation, envs, orders, client, running, run_dir, cfg):
@@ -630,7 +633,7 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
     for order in orders.values():
         groups += order.extra(n)
     await asyncio.gather(*previous)  # commits are in order
-    if evaluation:  # without a batch the trainer waits: version n stays live until it is measured
+    if evaluation:  # without batch n the trainer stays at version n, which is being evaluated
         await client.until(n)
         await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
     commit_batch(n, groups, orders, run_dir, cfg)

@@ -23,7 +23,7 @@ from configs import load_config
 from configs.algorithms.evaluation import eval_metrics
 from configs.algorithms.orders import Picky
 from configs.runtime.role import RunError
-from env import Rubric, SingleTurnEnv, Truncated
+from env import DataError, Rubric, SingleTurnEnv, Truncated
 from orchestrator import Client, Group, Order, Reply, Rollout, ServerError, deal, extend_or_fork, save_batch, unusable
 from trainer import load_batch
 
@@ -191,6 +191,44 @@ def test_a_straggler_holds_one_place_and_not_its_groups(make_cfg):
     rollouts = rollouts_of(make_cfg(), n=6, ask=ask_slowly, places=2)
     assert ended == ["1", "2", "3", "4", "5", "0"]
     assert [r.state["completion"][0]["content"] for r in rollouts] == ["0", "1", "2", "3", "4", "5"]
+
+
+async def ask_twice(prompt, tools=None, user=""):
+    """The context is full for "long" at once, and anything else is answered later."""
+    if prompt == "long":
+        raise Truncated
+    await asyncio.sleep(0.05)
+    return await ask(prompt, tools, user)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_one_of_two_calls_finds_the_context_full(is_waited_for, make_cfg):
+    """A TaskGroup raises it in a group of errors. If the other call goes on by itself, its answer comes too late."""
+    late = []
+
+    class Both(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            state["completion"].append(await generate("first"))
+            if is_waited_for:
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(generate("long"))
+                return
+            late.append(asyncio.ensure_future(generate("second")))
+            await asyncio.gather(generate("long"), late[0])
+
+    class Slow(Rubric):
+        async def score(self, state):
+            if late:
+                await asyncio.wait(late)
+            return await super().score(state)
+
+    async def go():
+        env = Both([{"question": "?"}], rubric=Slow([constant]))
+        return await orchestrator.run_rollout(env, env.dataset[0], ask_twice, 0, make_cfg())
+
+    r = asyncio.run(go())
+    assert r.truncated and r.reward == 1 and not r.error and r.num_turns == len(r.sequences) == 1
+    assert [type(call.exception()) for call in late] == [DataError] * len(late)
 
 
 def test_two_calls_at_once_are_two_sequences(make_cfg):
