@@ -255,13 +255,13 @@ def supervise(cfg, run_dir, waiting, logs):
     pipe = listen(run_dir)
     heard = ""  # what the roles have reported
     signs = None  # of progress
-
     while waiting or processes.keys() & {"orchestrator", "trainer"}:
         # 1. Start what may start. What can be wrong with a task is found before a server starts.
         while waiting and ("[orchestrator] ready" in heard or not processes):
             role = waiting.pop(0)
             path = f"{run_dir}/logs/{role.name}.log"
-            logs.append(open(path, "a+b"))  # at its end
+            if role.name != "prepare":  # whose many steps would hide the run's
+                logs.append(open(path, "a+b"))  # at its end
             process = start(role, path)
             processes[role.name] = process
             watched[os.pidfd_open(process.pid)] = (role.name, process.pid)

@@ -271,7 +271,7 @@ def test_descendants_are_found_parents_first():
 @pytest.mark.parametrize("script, logged, shown", [
     ("import time; time.sleep(60)", "Fatal Python error: Aborted",
      r"\[launch\] no role made progress for 5 s .watchdog.*\(role=prepare pid=\d+ exit=3 log="),
-    ("raise SystemExit('no model today')", "no model today",
+    ("print('step 1 | loss 2'); raise SystemExit('no model today')", "no model today",
      r"no model today\s+\[launch\] ended with status 1 before the run was done \(role=prepare pid=\d+ exit=3 log="),
 ])  # fmt: skip
 def test_a_script_that_hangs_or_fails_to_prepare(script, logged, shown, models, tmp_path):
@@ -280,6 +280,7 @@ def test_a_script_that_hangs_or_fails_to_prepare(script, logged, shown, models, 
     toml.write_text(toml.read_text().replace(str(models["untied"]), f"{tmp_path}/none"))
     done = launch(toml, f"prepare={tmp_path}/bad.py", "prepare_timeout=5", check=False)
     assert done.returncode == 3 and "[launch] preparing" in done.stdout and re.search(shown, done.stderr)
+    assert "loss" not in done.stdout  # its steps are in its log alone
     assert logged in (tmp_path / "run" / "logs" / "prepare.log").read_text()
 
 
