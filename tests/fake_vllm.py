@@ -13,7 +13,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
      "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
      "sync 2": "raise",              the second broadcast fails after its first tensor; "hang": never begins;
-                                     "500": an answer, and no more
+                                     "500": an answer, and no more; "stop": the server is stopped by SIGSTOP
      "orphan": true}                 its engine outlives it, as vLLM's does with tensor parallelism
 Like vLLM's server it has an engine process, without which it answers /health and nothing else. The kernel ends the
 engine with the server, as configs/serving does with vLLM's.
@@ -209,6 +209,9 @@ class Server(WeightReceiver):
         if body["method"] == "receive_weights":
             fault = FAKE.get(f"sync {self.model_runner.num_syncs + 1}")
             await asyncio.sleep(3600 if fault == "hang" else 0)
+            if fault == "stop":
+                print("[fault] stopped in a sync", flush=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "500":
                 return web.json_response({"error": "fault asked for: no weights today"}, status=500)
         try:
