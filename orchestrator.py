@@ -66,9 +66,9 @@ class Client:
             await asyncio.sleep(0.02)
 
     async def post(self, group, path, body):
-        """Returns the reply as a dict. group: its index; all its requests go to one server, whose prefix cache then has
-        the prompt. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context is full.
-        """
+        """Returns the reply as a dict. All requests of a group, here its index, go to one server, whose prefix cache
+        then has the prompt. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context
+        is full."""
         urls = self.cfg.inference.urls
         url = urls[group % len(urls)] + path
         for pause in (0.5, 1, 2, None):
@@ -89,8 +89,8 @@ class Client:
 
 
 async def sample(client, group, prompt, tools=None, user="", **override):
-    """Asks for one completion of messages, or of text for base models -> Reply. user: the rollout's
-    number in its group, for the server's logs. Raises Truncated if max_seq_len is reached."""
+    """Asks for one completion of messages, or of text for base models -> Reply. user: the rollout's number in its
+    group, for the server's logs. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.

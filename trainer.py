@@ -360,10 +360,9 @@ def collate(sequences, device):
     is_loss_BW = pad(is_loss, multiple)
     # 2. Where they are.
     row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
-    width = ids_BW.shape[1]
     micro = {"ids_BW": ids_BW.long()}
     micro["row_N"] = row_N
-    micro["index_N"] = row_N * width + position_N - 1
+    micro["index_N"] = row_N * ids_BW.shape[1] + position_N - 1
     # 3. Fields have a value for each of them; a number is the same for a whole sequence.
     is_loss_T = torch.cat(is_loss)
     for name in dict.fromkeys(chain(*sequences)):
@@ -371,16 +370,18 @@ def collate(sequences, device):
         if any(map(torch.is_tensor, values)):
             x_T = torch.cat(values)
             micro[f"{name}_N"] = x_T[is_loss_T]
-        elif any(map(is_number, values)):
-            x_B = torch.tensor([x if is_number(x) else math.nan for x in values])
+            continue
+        x_B = torch.tensor([number(x) for x in values])
+        if not x_B.isnan().all():
             micro[f"{name}_N"] = x_B[row_N]
     for name, x in micro.items():
         micro[name] = x.to(device)
     return micro
 
 
-def is_number(x):
-    return isinstance(x, int | float)
+def number(x):
+    """x as a float, whole numbers as well; nan if it is none."""
+    return float(x) if isinstance(x, int | float) else math.nan
 
 
 def count_weights(sequences, weight):

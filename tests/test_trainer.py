@@ -216,6 +216,8 @@ def test_fields_and_numbers_arrive_at_the_loss_tokens(tmp_path):
     assert micro["tokens_N"].tolist() == [sequences[i]["tokens"][j] for _, i, j in at]
     assert micro["ids_BW"].flatten()[micro["index_N"] + 1].tolist() == micro["tokens_N"].tolist()
     assert micro["ids_BW"].shape[1] % trainer.PADDING["cpu"][0] == 0
+    whole = trainer.collate([s | {"reward": 1, "group": 7} for s in batch.sequences[1:3]], CPU)  # whole, as JSON may be
+    assert whole["reward_N"].dtype == whole["group_N"].dtype == torch.float32
     untrained = trainer.collate(batch.sequences[:1], CPU)
     assert untrained["mask_N"].tolist() == [False] and untrained["ce_N"].tolist() == [0.0]
 
