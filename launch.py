@@ -267,7 +267,7 @@ def supervise(cfg, run_dir, waiting, logs):
             watched[os.pidfd_open(process.pid)] = (role.name, process.pid)
 
         # 2. Wait for half a second. Only processes and reports end it early, not logs and heartbeats.
-        ready = select.select([pipe, *watched], [], [], 0.5)[0]
+        ready = what_happened([pipe, *watched])
         with suppress(BlockingIOError):
             heard += os.read(pipe, 1 << 16).decode(errors="replace")
         show(logs)
@@ -306,6 +306,14 @@ def supervise(cfg, run_dir, waiting, logs):
             text = f"no role made progress for {limit:.0f} s (watchdog): the stacks are in {run_dir}/logs"
             raise failure(run_dir, heard, name, processes[name].pid, 1, text)
     return processes
+
+
+def what_happened(files):
+    """Those of the files that have something to read within half a second. What ends together is seen together, since a
+    server that ends takes its engine along, and either may be the first."""
+    if select.select(files, [], [], 0.5)[0]:
+        time.sleep(0.1)
+    return select.select(files, [], [], 0)[0]
 
 
 def listen(run_dir):
