@@ -216,8 +216,7 @@ async def guard(rollouts, work, timeout_s):
 
 async def run_rollout(env, row, ask, step, cfg):
     """A rollout from prompt to reward. ask: sample(), bound to a client and a group."""
-    r = Rollout({})
-    r.temperature = cfg.sampling.temperature
+    r = Rollout({}, temperature=cfg.sampling.temperature)
     is_over = False
     o = cfg.orchestrator
 
@@ -258,7 +257,8 @@ async def run_rollout(env, row, ask, step, cfg):
             r.agent_rewards[agent] = finite(env.rollout, reward)
 
     await guard([r], play(), o.generation_timeout)
-    heartbeat()  # generation_timeout is shorter than the watchdog's: running rollouts show life often enough
+    if not r.error:  # a silent server loses rollouts, too; generation_timeout is shorter than the watchdog's
+        heartbeat()
     return r
 
 

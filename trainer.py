@@ -845,8 +845,7 @@ class WeightSender:
         listener = socket.create_server((self.cfg.trainer.sync_host, 0))
         host, port = listener.getsockname()
         limit = timedelta(seconds=self.spec["timeout_s"])
-        own = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
-        self.store = dist.TCPStore(host, port, timeout=limit, **own)
+        self.store = dist.TCPStore(host, port, is_master=True, timeout=limit, master_listen_fd=listener.detach())
         # 3. The workers join when they are asked to.
         args = self.cfg.inference.args
         workers = args.get("tensor_parallel_size", 1) * args.get("pipeline_parallel_size", 1)

@@ -32,7 +32,7 @@ OURS = [*RUN, *CONFIGS, *TOOLS]
 # 2,800.
 MOST_TOKENS = {"core": 16_070, "setup": 3_000, "launch.py": 2_890}
 GROUPS = {"core": CORE, "setup": SETUP, "launch.py": [LAUNCHER]}
-CORE_LINES = 1563  # aim: 1,000
+CORE_LINES = 1562  # aim: 1,000
 TESTS_LINES = 10_418  # aim: 8,500
 TOKENS_A_LINE = 12
 DENSE = 24  # at most 2 in 100 lines have more tokens than this
