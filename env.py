@@ -17,7 +17,10 @@ import functools
 import importlib
 import inspect
 import json
-import numbers
+import math
+import signal
+import threading
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,10 +39,16 @@ def ensure(condition, problem):
         raise DataError(problem)
 
 
-@functools.cache
 def parameters(function):
-    """{name: parameter}; the signature is slow to read."""
+    """{name: parameter}"""
     return inspect.signature(function).parameters
+
+
+def name_of(function):
+    """Its name in metrics and messages: a partial has the inner function's, an object its class's."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def pick(function, have):
@@ -48,16 +57,30 @@ def pick(function, have):
     takes_all = any(p.kind is p.VAR_KEYWORD for p in wanted.values())
     needed = {name for name, p in wanted.items() if p.default is p.empty and "VAR" not in p.kind.name}
     missing = sorted(needed - have.keys())
-    what = f"{function.__name__}() wants {missing} (groups: configs/environments/rubrics.py)"
+    what = f"{name_of(function)}() wants {missing} (groups: configs/environments/rubrics.py)"
     ensure(not missing, f"{what}; given: {list(have)}")
     return {key: value for key, value in have.items() if takes_all or key in wanted}
+
+
+THREAD = threading.local()
+
+
+def set_handler(number, handler, set_handler=signal.signal):
+    """orchestrator.py puts it in the place of signal.signal. A time limit by signal.alarm works in the main thread
+    alone, and code that sets one often hides the error: in_thread then raises what this function remembers."""
+    if threading.current_thread() is not threading.main_thread():
+        THREAD.problem = "sets a signal handler (for signal.alarm?) in a thread, where it cannot: see configs/README"
+    return set_handler(number, handler)
 
 
 async def in_thread(function, /, *args, **given):
     """Calls it in a thread, where slow code delays nobody, and awaits what it returns if that is awaitable."""
 
     def work():  # as a generator: a StopIteration, which would hang a future, becomes a RuntimeError (PEP 479)
-        yield function(*args, **given)
+        THREAD.problem = ""
+        value = function(*args, **given)
+        ensure(not THREAD.problem, f"{name_of(function)} {THREAD.problem}")
+        yield value
 
     value = await asyncio.to_thread(next, work())
     return await value if inspect.isawaitable(value) else value
@@ -77,6 +100,8 @@ def load_rows(source, name="dataset"):
     difficulty, task. Raises DataError that names the first bad row or line."""
     source = source() if callable(source) else source
     is_file = isinstance(source, str | Path)
+    kind = type(source).__name__
+    ensure(is_file or hasattr(source, "__len__"), f"{name}: a {kind} has no length and may be endless: pass a list")
     rows = source
     if is_file:
         ensure(Path(source).is_file(), f"{name}: no file {source}")
@@ -98,6 +123,8 @@ def load_rows(source, name="dataset"):
 def check_row(row):
     """The row, its info as a dict. DataError says what is wrong with it."""
     ensure(isinstance(row, dict), "is no dict")
+    if isinstance(row.get("prompt"), list):
+        row = row | {"prompt": without_none(row["prompt"])}
     prompt = row.get("prompt") or row.get("question")
     is_messages = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
     is_text = isinstance(prompt, str) and prompt
@@ -110,6 +137,19 @@ def check_row(row):
     return row | {"info": info}
 
 
+def without_none(x):
+    """Messages without the keys that are None: Arrow gives each message every key that another one has."""
+    if isinstance(x, dict):
+        return {key: without_none(value) for key, value in x.items() if value is not None}
+    return [without_none(item) for item in x] if isinstance(x, list) else x
+
+
+def ensure_messages(function, messages):
+    """Raises DataError unless they are a list of dicts with a role."""
+    is_list = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
+    ensure(is_list, f"{name_of(function)} returned {str(messages)[:200]!r}, not a list of messages")
+
+
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 # Names in metrics.jsonl (after "reward/") and eval.jsonl that a function's name would hide.
@@ -117,11 +157,24 @@ TAKEN = set("mean std tokens truncated errors rows seconds step env n k version_
 
 
 def finite(function, value):
-    """The value as a float. Raises ValueError for anything else, and above 1e6, where gradients overflow."""
-    if not isinstance(value, numbers.Real) or not abs(value) <= 1e6:  # nan is not
-        what = f"reward function {function.__name__} returned {str(value)[:200]}"
-        raise ValueError(f"{what}, no finite number within 1e6")
-    return float(value)
+    """What a function returned, as a float: any number of Python, numpy or torch. Raises ValueError for anything
+    else, and above 1e6, where gradients overflow."""
+    number = math.nan
+    if not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # no number, or a tensor of several
+            number = float(value)
+    if not abs(number) <= 1e6:  # nan is not
+        what = f"reward function {name_of(function)} returned {str(value)[:200]}, no finite number within 1e6"
+        raise ValueError(f"{what}, but {type(value)}")
+    return number
+
+
+def checked_score(function, result):
+    """(reward, {name: value}) of a rubric as floats. Raises DataError if it is anything else."""
+    is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
+    ensure(is_pair, f"{name_of(function)} returned {str(result)[:200]}, not (reward, {{name: value}})")
+    reward, metrics = result
+    return finite(function, reward), {str(name): finite(function, value) for name, value in metrics.items()}
 
 
 class Rubric:
@@ -139,7 +192,7 @@ class Rubric:
         self.parts = [(func, weight, objects) for func, weight in zip(funcs, weights)]
         for rubric in rubrics:
             self.parts += rubric.parts
-        names = [func.__name__ for func, *_ in self.parts]
+        names = [name_of(func) for func, *_ in self.parts]
         taken = {name for name in names if name in TAKEN or names.count(name) > 1}
         ensure(not taken, f"Rubric: another function, or a number of the run, is called {sorted(taken)} as well")
 
@@ -150,7 +203,7 @@ class Rubric:
         for func, weight, objects in self.parts:
             value = finite(func, await call(func, **state | objects | {"state": state}))
             reward += value * self.weight_at(weight, state["step"])
-            metrics[func.__name__] = value
+            metrics[name_of(func)] = value
         return reward, metrics
 
     def weight_at(self, weight, step):
@@ -232,13 +285,18 @@ class MultiTurnEnv(SingleTurnEnv):
             if isinstance(reply, tuple):
                 reply, new = reply
                 state.update(new)
+            ensure_messages(self.env_response, reply)
             state["completion"] = state["completion"] + reply
+
+
+OURS = ("env", "orchestrator", "trainer", "launch", "configs", "tools", "tests")  # names of modules
 
 
 def load_environment(id, args):
     """load_environment(**args) of the user's module ("org/my-env": my_env), or of configs/tasks/ if there is none. An
     environment of the package verifiers is wrapped."""
     name = id.rsplit("/", 1)[-1].replace("-", "_")
+    ensure(name not in OURS, f"{name} is a module of this project: give yours another name")
     ours = f"configs.tasks.{name}"
     is_ours = find_spec(ours) and not find_spec(name)
     module = importlib.import_module(ours if is_ours else name)

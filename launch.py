@@ -14,6 +14,7 @@ import random
 import re
 import select
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,9 +24,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from configs import load_config
-from configs.runtime.directory import identity, refuse_other, run_directory
-from configs.runtime.role import CONFIG, DIED, RunError, end_with_parent, exit_code, require, run_role
+from configs import load_config, to_toml
+from configs.runtime.directory import identity, refuse_other, report_changes, run_directory
+from configs.runtime.role import CONFIG, DIED, STORAGE, RunError, end_with_parent, exit_code, require, run_role
 from configs.serving.flags import server_flags
 
 ROOT = Path(__file__).parent
@@ -84,6 +85,9 @@ def plan(cfg, machine):
     text = f"inference.gpus = {num_served} and trainer.gpus = {num}, but there are {len(gpus)} GPUs"
     require(not gpus or max(num_served, num) <= len(gpus), CONFIG, text)
     shares = 0 < len(gpus) < num_served + num
+    used = cfg.inference.args.get("gpu_memory_utilization", 0)
+    text = f"inference.args.gpu_memory_utilization = {used}: at most 0.5, since the trainer shares the GPU"
+    require(not shares or used <= 0.5, CONFIG, text)
     env = environment(cfg, machine, shares)
     roles = []
 
@@ -219,6 +223,20 @@ def claim(run_dir):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RunError(CONFIG, f"{run_dir} belongs to a run under way: choose another run_name") from None
+
+
+def check_space(run_dir, cfg, model_size):
+    """A checkpoint of full training has the weights and two moments in fp32: at least three times the model's file."""
+    has_them = cfg.run.max_steps and not cfg.trainer.use_lora
+    per_checkpoint = 3 * max(0, model_size) if has_them else 0
+    need = 0.1 + (cfg.checkpoint.keep + 1) * per_checkpoint / 1e9
+    free = free_gb(run_dir)
+    text = f"{run_dir}: its disk has {free:.1f} GB left, and {cfg.checkpoint.keep} + 1 checkpoints need {need:.1f} GB"
+    require(free > need, STORAGE, text)
+
+
+def free_gb(path):
+    return shutil.disk_usage(path).free / 1e9
 
 
 def clear_up(run_dir, *more):
@@ -359,6 +377,8 @@ def failure(run_dir, heard, name, pid, status, cause=""):
     killed = re.findall(KILLED_RANK, end)
     if killed:
         cause = f"a rank was killed, {killed[-1]}; {cause}"
+    if int(code) == STORAGE:
+        cause = f"{cause} ({free_gb(run_dir):.2f} GB are left for {run_dir})"
     if not reports:
         say(f"\n{end[-3000:]}\n", fd=2)
     return RunError(int(code), f"{cause} (role={name} pid={pid} exit={code} log={log})")
@@ -403,12 +423,15 @@ def main(argv):
     run_dir = run_directory(cfg)
     if read_int(run_dir / "done") >= steps:
         refuse_other(json.loads((run_dir / "identity").read_text()), cfg, run_dir)
+        report_changes(run_dir, to_toml(cfg))
         return say(f"[launch] already complete: {run_dir} has its {steps} steps; set max_steps higher, or run_name")
     claim(run_dir)
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     os.environ.setdefault("ROLEMODEL_RUN_ID", f"{run_dir.name}-{os.getpid()}-{began:.0f}")
     folder = os.open(run_dir, os.O_RDONLY)
-    roles = plan(cfg, look_around(cfg, argv, f"/proc/{os.getpid()}/fd/{folder}/tmp"))
+    machine = look_around(cfg, argv, f"/proc/{os.getpid()}/fd/{folder}/tmp")
+    check_space(run_dir, cfg, machine.model_size)
+    roles = plan(cfg, machine)
     if steps and os.path.exists(WATCH):
         roles.append(Role("watch", [sys.executable, WATCH, str(run_dir)], roles[0].env))
     if roles[0].name == "prepare":

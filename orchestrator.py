@@ -13,12 +13,13 @@ index); every batch file carries the sampler state, the indices that are issued 
 """
 
 import asyncio
+import copy
 import functools
 import gc
 import itertools
 import json
 import os
-import traceback
+import signal
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,17 +29,18 @@ from statistics import mode
 import aiohttp
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 import configs
-from configs.runtime.directory import cut_lines, identity, refuse_other, run_directory
-from configs.runtime.role import CONFIG, DATA, STORAGE, RunError, heartbeat, report, require, run_role
-from env import Truncated, call, ensure, finite, load_environment
+from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory
+from configs.runtime.role import CONFIG, DATA, STORAGE, RunError, heartbeat, place_of, report, require, run_role
+from env import Truncated, call, checked_score, ensure, finite, load_environment, set_handler
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
-# The server's reply to one request. versions: live when it was asked, and when it had answered.
-Reply = namedtuple("Reply", "message prompt_ids ids logps finish_reason versions")
+# The answer to one request. raw: what else the server sent, with finish_reason, stop_reason and usage. is_cut: it
+# ended at a limit of tokens. versions: live when it was asked, and when it had answered.
+Reply = namedtuple("Reply", "message prompt_ids ids logps raw is_cut versions")
 
 
 class ServerError(Exception):
@@ -100,14 +102,16 @@ async def sample(client, group, prompt, tools=None, user="", **override):
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
+    # Without its stop string an answer is not what was sampled: parsers miss a tag, and the next turn forks.
+    body["include_stop_str_in_output"] = bool(body["stop"])
     body["model"] = configs.served_name(cfg, live)
     if isinstance(prompt, str):
         body |= {"prompt": prompt, "logprobs": 0}
         reply = await client.post(group, "/v1/completions", body)
         choice = reply["choices"][0]
         message = choice["text"]
-        prompt_ids = choice["prompt_token_ids"]
-        logps = choice["logprobs"]["token_logprobs"]
+        prompt_ids = choice.pop("prompt_token_ids")
+        logps = choice.pop("logprobs")["token_logprobs"]
     else:
         body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
         reply = await client.post(group, "/v1/chat/completions", body)
@@ -115,12 +119,17 @@ async def sample(client, group, prompt, tools=None, user="", **override):
         # All of it: what vLLM's parsers took out of the content belongs in the next prompt, too.
         message = {key: value for key, value in choice["message"].items() if value}
         message.setdefault("content", "")
-        prompt_ids = reply["prompt_token_ids"]
-        logps = [token["logprob"] for token in choice["logprobs"]["content"]]
-    ids = choice["token_ids"]
+        prompt_ids = reply.pop("prompt_token_ids")
+        logps = [token["logprob"] for token in choice.pop("logprobs")["content"]]
+    ids = choice.pop("token_ids")
     are_logps = all(-1e4 < logp < 1e-3 for logp in logps)
     ensure(are_logps and len(ids) == len(logps), f"the server sent {len(ids)} ids with logprobs {logps}")
-    return Reply(message, prompt_ids, ids, logps, choice["finish_reason"], [live, client.version])
+    reason = choice["finish_reason"]
+    ensure(reason in ("stop", "length", "tool_calls"), f"the server ended its answer for the reason {reason!r}")
+    # A tool call that the parser found hides that the answer was cut behind it.
+    is_full = len(ids) >= min(body["max_tokens"], cfg.run.max_seq_len - len(prompt_ids))
+    is_cut = reason == "length" or (reason == "tool_calls" and is_full)
+    return Reply(message, prompt_ids, ids, logps, reply, is_cut, [live, client.version])
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -177,25 +186,24 @@ def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=
 
 def check_fields(sequence):
     """Converts a sequence's per-token fields, which may be lists, arrays or tensors, to arrays. Raises DataError for
-    one of another length, or with a reserved name."""
+    one of another length, with a reserved name, or with a weight on the first token, which nothing predicts."""
     num = len(sequence["tokens"])
+    is_text = isinstance(sequence["agent"], str) and isinstance(sequence["trainable"], bool)
+    ensure(is_text, f"agent = {sequence['agent']!r} must be text, trainable = {sequence['trainable']!r} a bool")
     for name, values in sequence.items():
         if name not in ("agent", "trainable"):
             ensure(name not in METADATA, f"a field may not be called {name!r}, nor any of {sorted(METADATA)}")
             array = np.asarray(values, DTYPES.get(name, np.float32))
             ensure(array.shape == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
+            is_weight = name in ("mask", "ce")
+            is_right = not is_weight or (not array[:1].any() and np.isfinite(array).all())
+            ensure(is_right, f"field {name!r} must be finite, and 0 at a sequence's first token")
             sequence[name] = array
 
 
 def describe(error, most=400):
     """Type and text of an error, and the line of the user's code where it arose."""
-    ours = ("/lib/python", "/env.py", "/orchestrator.py", "/configs/", "<frozen")
-    frames = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if "/configs/tasks/" in frame.filename or not any(part in frame.filename for part in ours):
-            frames.append(frame)
-    where = f" in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return f"{type(error).__name__}: {str(error)[:most]}{where}"
+    return f"{type(error).__name__}: {str(error)[:most]}{place_of(error)}"
 
 
 async def guard(rollouts, work, timeout_s):
@@ -220,8 +228,8 @@ async def run_rollout(env, row, ask, step, cfg):
     is_over = False
     o = cfg.orchestrator
 
-    async def generate(prompt, tools=None, agent="", trainable=True):
-        """What the environment calls for each turn of the policy."""
+    async def generate(prompt, tools=None, agent="", trainable=True, whole=False):
+        """What the environment calls for each turn of the policy. Returns its message, or the `whole` reply."""
         reply = await ask(prompt, tools)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
@@ -231,8 +239,9 @@ async def run_rollout(env, row, ask, step, cfg):
         r.versions += reply.versions
         r.num_turns += 1
         r.num_tokens += len(reply.ids)
-        r.truncated |= reply.finish_reason == "length"  # a turn cut at max_tokens; the conversation goes on
-        return reply.message
+        r.truncated |= reply.is_cut  # the conversation goes on
+        r.state.setdefault("replies", []).append(reply.raw)
+        return reply.raw if whole else reply.message
 
     async def play():
         nonlocal is_over
@@ -251,10 +260,14 @@ async def run_rollout(env, row, ask, step, cfg):
             check_fields(sequence)
             if r.truncated and o.mask_truncated_completions:
                 sequence["mask"] = np.zeros_like(sequence["mask"])
-        r.reward, r.metrics = await env.rubric.score(r.state)
-        r.turn_rewards = r.state.get("turn_rewards")
+        scoring = env.rubric.score
+        r.reward, r.metrics = checked_score(scoring, await scoring(r.state))
+        if r.state.get("turn_rewards"):
+            r.turn_rewards = [finite(scoring, reward) for reward in r.state["turn_rewards"]]
+            what = f"turn_rewards has {len(r.turn_rewards)} numbers for {r.num_turns} turns"
+            ensure(len(r.turn_rewards) == r.num_turns, what)
         for agent, reward in r.state.get("agent_rewards", {}).items():
-            r.agent_rewards[agent] = finite(env.rollout, reward)
+            r.agent_rewards[str(agent)] = finite(scoring, reward)
 
     await guard([r], play(), o.generation_timeout)
     if not r.error:  # a silent server loses rollouts, too; generation_timeout is shorter than the watchdog's
@@ -273,11 +286,17 @@ async def run_group(env, row, size, ask, step, cfg, running):
     o = cfg.orchestrator
     rollouts = await asyncio.gather(*(one(i) for i in range(size)))
     scored = [r for r in rollouts if r.reward is not None]
-    scoring = env.rubric.score_group([r.state for r in scored])
-    more = await guard(scored, scoring, o.generation_timeout)
-    for r, (reward, metrics) in zip(scored, more or []):
-        r.reward += reward
-        r.metrics |= metrics
+
+    async def score_together():
+        scoring = env.rubric.score_group
+        pairs = await scoring([r.state for r in scored])
+        added = [checked_score(scoring, pair) for pair in pairs]
+        ensure(len(added) in (0, len(scored)), f"{len(added)} scores from score_group for {len(scored)} rollouts")
+        for r, (reward, metrics) in zip(scored, added):
+            r.reward += reward
+            r.metrics |= metrics
+
+    await guard(scored, score_together(), o.generation_timeout)
     for r in scored:
         if o.zero_truncated_completions and r.truncated and r.reward is not None:
             r.reward = 0.0
@@ -440,35 +459,52 @@ def save_batch(path, sequences, info):
         metadata.append({key: value for key, value in s.items() if key not in names})
     tmp = path.with_suffix(".tmp")
     texts = {"sequences": json.dumps(metadata), "info": json.dumps(info)}
-    save_file(data, tmp, texts)
+    tmp.write_bytes(save(data, texts))  # save_file would keep it from other users
     os.replace(tmp, path)
 
 
-def commit_batch(step, groups, orders, run_dir, cfg):
-    """Writes rollouts.jsonl, then the file whose rename makes the batch exist."""
-    sequences = []
+def metadata_of(group, i):
+    """What is said of rollout number i of a group, beside its conversation and its tokens."""
+    about = vars(group.rollouts[i]) | {"env": group.env, "example": group.row, "group": group.index}
+    del about["state"], about["sequences"]
+    return about | {"rollout": i, "dropped": group.dropped}
+
+
+def append_rollouts(path, step, groups):
+    """Appends a line for each rollout to a JSON Lines file."""
     lines = []
     for group in groups:
+        for i, r in enumerate(group.rollouts):
+            line = {"step": step, "version": min(r.versions, default=None)} | metadata_of(group, i)
+            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer", "info")}
+            try:
+                text = json.dumps(line | talk, default=str)
+            except (TypeError, ValueError):  # a key that is a tuple, or a value that contains itself
+                text = json.dumps(line | {key: repr(value) for key, value in talk.items()})
+            lines.append(f"{text}\n")
+    with open(path, "a") as file:
+        file.write("".join(lines))
+
+
+async def commit_batch(step, groups, extra, orders, run_dir, cfg):
+    """Writes rollouts.jsonl, then the file whose rename makes the batch exist. extra: groups of earlier batches, which
+    are trained on once more; metrics are without them."""
+    sequences = []
+    for group in groups + extra:
         orders[group.env].commit(group)
         for i, r in enumerate(group.rollouts):
-            about = vars(r) | {"env": group.env, "example": group.row, "group": group.index}
-            about |= {"rollout": i, "dropped": group.dropped}
-            del about["state"], about["sequences"]
-            version = min(r.versions, default=None)
-            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer")}
-            lines.append({"step": step, "version": version} | about | talk)
             if r.reward is None or group.dropped:
                 continue
-            about["staleness"] = step - version
+            about = metadata_of(group, i) | {"staleness": step - min(r.versions)}
             for s in r.sequences:
                 reward = r.agent_rewards.get(s["agent"], r.reward)
                 sequences.append(about | s | {"reward": reward})
-    with open(run_dir / "rollouts.jsonl", "a") as file:
-        file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
     info["metrics"] = rollout_metrics(groups, sequences)
-    info["sampler"] = {name: order.state() for name, order in orders.items()}
-    save_batch(batch_file(run_dir, step), sequences, info)
+    info["sampler"] = {name: copy.deepcopy(order.state()) for name, order in orders.items()}
+    # A large batch takes seconds: in a thread it delays no rollout.
+    await asyncio.to_thread(append_rollouts, run_dir / "rollouts.jsonl", step, groups + extra)
+    await asyncio.to_thread(save_batch, batch_file(run_dir, step), sequences, info)
 
 
 def batch_file(run_dir, step):
@@ -501,8 +537,9 @@ def resume(run_dir, cfg):
     old = run_dir / "config.toml"
     is_same = old.exists() and old.read_text() == configs.to_toml(cfg)
     last = next_step if is_same else step
-    cut_lines(run_dir / "rollouts.jsonl", lambda line: line["step"] < next_step)
-    cut_lines(run_dir / "eval.jsonl", lambda line: line["step"] <= last)
+    cut_lines(run_dir / "rollouts.jsonl", next_step)
+    for name in ("eval.jsonl", "eval_rollouts.jsonl"):
+        cut_lines(run_dir / name, last + 1)
     return step, next_step, state
 
 
@@ -574,13 +611,16 @@ async def run(cfg):
     # 1. What can be wrong is found before the launcher starts a server.
     o = cfg.orchestrator
     run_dir = run_directory(cfg)
+    signal.signal = set_handler  # notices time limits of user code that cannot work in its thread
     envs = prepare(cfg)
     step, start, state = resume(run_dir, cfg)
     make_order = configs.find(o.order, {"": Order})
     orders = {}
     for name, env in envs.items():
         orders[name] = make_order(env.dataset, cfg, state.get(name))
-    (run_dir / "config.toml").write_text(configs.to_toml(cfg))
+    text = configs.to_toml(cfg)
+    report_changes(run_dir, text)
+    (run_dir / "config.toml").write_text(text)
     report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code
@@ -617,6 +657,8 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
         size = o.rollouts_per_example
         rollouts = await run_group(env, env.dataset[row], size, ask, n, cfg, running)
         dropped = unusable(rollouts) or orders[name].keep(rollouts)
+        what = f"orchestrator.order: keep() returned {dropped!r}, not text: why the group is dropped, or ''"
+        require(isinstance(dropped, str), DATA, what)
         group = Group(name, index, row, rollouts, dropped)
         orders[name].count(group)
         return group
@@ -630,13 +672,12 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
     for name, num in shares.items():
         work.append(fill_with(orders[name], num, n, functools.partial(job, name)))
     groups = sum(await asyncio.gather(*work), [])
-    for order in orders.values():
-        groups += order.extra(n)
+    extra = sum((order.extra(n) for order in orders.values()), [])
     await asyncio.gather(*previous)  # commits are in order
     if evaluation:  # without batch n the trainer stays at version n, which is being evaluated
         await client.until(n)
         await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
-    commit_batch(n, groups, orders, run_dir, cfg)
+    await commit_batch(n, groups, extra, orders, run_dir, cfg)
 
 
 def main(argv):

@@ -53,7 +53,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 import configs
 from configs.runtime.directory import cut_lines, identity, refuse_other, run_directory
-from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, heartbeat, require, run_role
+from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, heartbeat, require, run_role, say
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -440,9 +440,16 @@ def compute_advantages(groups, name):
         scale = torch.cat(rewards).std(correction=0) + 1e-4
     advantages = []
     for rewards_G, group in zip(rewards, groups):
-        adv_G = advantage(rewards_G, group) / scale
-        advantages.append(adv_G.tolist())
+        adv_G = advantage(rewards_G, group)
+        ensure_shape(f"trainer.advantage = {name!r}", adv_G, rewards_G.shape)
+        advantages.append((adv_G / scale).tolist())
     return advantages
+
+
+def ensure_shape(function, x, shape):
+    """Raises RunError with DATA unless a function returned a tensor of this shape: another would be broadcast."""
+    found = tuple(x.shape) if torch.is_tensor(x) else x
+    require(found == tuple(shape), DATA, f"{function} returned {found!r}, not a tensor of shape {tuple(shape)}")
 
 
 def add_advantages(sequences, t):
@@ -531,12 +538,15 @@ def compute_loss(micro, logp_N, entropy_N, t):
     if t.importance:
         importance = configs.find(t.importance)
         weight_N = importance(micro, logp_N.detach(), **t.importance_args)
+        ensure_shape(f"trainer.importance = {t.importance!r}", weight_N, logp_N.shape)
         at_prox = micro | {"old_logp_N": micro["prox_logp_N"]}
         policy_N, logs = loss(at_prox, logp_N, entropy_N, **t.loss_args)
         policy_N = policy_N * weight_N
         logs["policy/importance"] = weight_N
     else:
         policy_N, logs = loss(micro, logp_N, entropy_N, **t.loss_args)
+    for name, x_N in {"loss": policy_N, **logs}.items():
+        ensure_shape(f"trainer.loss = {t.loss!r}, {name}", x_N, logp_N.shape)
     # 2. KL to the reference.
     if t.beta:
         kl_N = k3(micro["ref_logp_N"] - logp_N)
@@ -589,8 +599,10 @@ def where_trained(micro, x_N):
 
 
 def schedule(step, t, total):
-    """The factor on the learning rate: linear warm-up, then constant, or a linear or cosine decay to 0 at `total`."""
+    """The factor on the learning rate: linear warm-up for at most half of the `total` steps, then constant, or a linear
+    or cosine decay to 0."""
     warmup = max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
+    warmup = min(warmup, total // 2)
     if t.lr_scheduler_type == "constant":
         warmup = 0
     if step < warmup:
@@ -614,7 +626,11 @@ def make_optimizer(policy, t):
     """AdamW, or what trainer.optimizer names: a function of the parameters and the [trainer] table."""
     params = list(policy.trained().values())
     if t.optimizer:
-        return configs.find(t.optimizer)(params, t)
+        optimizer = configs.find(t.optimizer)(params, t)
+        takes_closure = "closure" in inspect.signature(optimizer.step).parameters
+        what = f"trainer.optimizer = {t.optimizer!r}: its step() takes no closure, and could not be resumed"
+        require(takes_closure, CONFIG, what)
+        return optimizer
     betas = (0.9, t.adam_beta2)
     options = {"lr": t.learning_rate, "weight_decay": t.weight_decay}
     return torch.optim.AdamW(params, betas=betas, fused=True, **options)
@@ -650,6 +666,12 @@ def fill_in_old_logp(micro, logp_N):
     micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
 
 
+def loss_scale(micro, t):
+    """The factor on a loss in fp16. It takes back the division by the step's tokens, whose gradients would fall below
+    what fp16 can hold; apply_gradients divides by it."""
+    return 8.0 * max(micro["num_mask"], micro["num_ce"]) if t.dtype == "fp16" else 1.0
+
+
 def add_up(sums, logs, mask_N):
     """Adds what a micro-batch logs per token to the sums of the step."""
     for name, value_N in logs.items():
@@ -669,8 +691,9 @@ def token_means(sums, num_mask):
 def train_step(policy, optimizer, batch, step, cfg):
     """Trains on one batch: updates_per_batch passes of `minibatches` optimizer steps each. Collective.
 
-    Returns the metrics (what the loss logs: means over the tokens that the policy said, in the first pass) and logp_T,
-    the log-probability of each token in it, 0 if it is not trained. A gradient that is not finite changes nothing."""
+    Returns the metrics (what the loss logs: means over passes and over the tokens that the policy said) and logp_T, the
+    log-probability of each token in the first pass, 0 if it is not trained. A gradient that is not finite changes
+    nothing."""
     t = cfg.trainer
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
@@ -684,11 +707,10 @@ def train_step(policy, optimizer, batch, step, cfg):
     check_tokens(policy, sequences)
     add_advantages(sequences, t)
     add_fields(policy, sequences, batch.info, cfg)
-    scale = 1.0
-    if t.dtype == "fp16":
-        scale = 4096.0  # keeps gradients out of fp16's subnormals
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     sums = Counter()
-    skipped = 0
+    grad_norms = []
     for update in range(t.updates_per_batch):
         seed = (cfg.run.seed, step, update)
         for part in draw_minibatches(sequences, seed, t.minibatches):
@@ -703,24 +725,26 @@ def train_step(policy, optimizer, batch, step, cfg):
                 loss_N, logs = compute_loss(micro, logp_N, entropy_N, t)
                 if t.replicas > 1:
                     policy.set_requires_all_reduce(micro is micros[-1])
+                scale = loss_scale(micro, t)
                 (scale * loss_N.sum()).backward()
-                # 5. Only the first pass is logged. token_means will divide by num_mask.
+                # 5. What is logged. token_means will divide by the number of tokens.
+                logs["policy/entropy"] = entropy_N
+                log_r_N = logp_N - micro["old_logp_N"]
+                logs["policy/kl_sampler"] = k3(log_r_N)
+                add_up(sums, logs, micro["mask_N"])
+                sums["loss"] += loss_N.detach().sum() * share * num_mask
                 if update == 0:
-                    logs["policy/entropy"] = entropy_N
-                    log_r_N = logp_N - micro["old_logp_N"]
-                    logs["policy/kl_sampler"] = k3(log_r_N)
-                    add_up(sums, logs, micro["mask_N"])
-                    sums["loss"] += loss_N.detach().sum() * share * num_mask
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
-            skipped += not math.isfinite(grad_norm)
+            grad_norms.append(grad_norm)
     # 7. Sums become means over all ranks.
     dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
-    metrics = token_means(sums, num_mask)
+    metrics = token_means(sums, num_mask * t.updates_per_batch)
+    is_finite = np.isfinite(grad_norms)
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
-    metrics["optim/grad_norm"] = grad_norm
-    metrics["optim/skipped"] = skipped
+    metrics["optim/grad_norm"] = np.mean(grad_norms)
+    metrics["optim/skipped"] = int(np.sum(~is_finite))
     seconds = time.perf_counter() - started
     metrics["time/train_s"] = seconds
     metrics["perf/tokens_per_s"] = t.updates_per_batch * num_tokens / seconds
@@ -860,11 +884,15 @@ class WeightSender:
         deadline = time.monotonic() + limit
         while True:
             try:
-                return self.http.get(f"{url}/v1/models").json()["data"][0]["id"]
+                reply = self.http.get(f"{url}/v1/models")
+                if reply.status_code == 200:
+                    return reply.json()["data"][0]["id"]
+                found = f"{reply.status_code} {reply.text[:200]}"  # a proxy's, as long as the server is not there
             except httpx.TransportError as e:
-                what = f"{url}: {e!r}, for inference.startup_timeout = {limit:g} s"
-                require(time.monotonic() < deadline, DIED, what)
-                time.sleep(0.2)
+                found = repr(e)
+            what = f"{url}: {found}, for inference.startup_timeout = {limit:g} s"
+            require(time.monotonic() < deadline, DIED, what)
+            time.sleep(0.2)
 
     def post(self, url, path, body=None):
         try:
@@ -900,10 +928,13 @@ class WeightSender:
             done.result()
         require(not errors, DIED, f"{method}: {'; '.join(errors)}")
 
-    def say(self, version, rows):
-        """Has every server continue the rows. Returns [(SAID token ids, their logprobs), ...] by server and row."""
-        body = {"model": configs.served_name(self.cfg, version), "prompt": rows, "max_tokens": SAID}
+    def say(self, version, rows, num):
+        """Has every server continue the rows. Returns [(num token ids, their logprobs), ...] by server and row."""
+        body = {"model": configs.served_name(self.cfg, version), "prompt": rows, "max_tokens": num}
         body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}
+        # A server that was started by hand may have other defaults than the plain distribution.
+        body |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         body |= {"cache_salt": str(time.time()), "priority": -1}  # before all rollouts
         choices = []
         for reply in self.post_all("/v1/completions", body):
@@ -916,6 +947,7 @@ class WeightReceiver:
 
     def join_weight_group(self, spec):
         limit = timedelta(seconds=spec["timeout_s"])
+        self.process_group = None  # of a trainer before this one
         self.store = dist.TCPStore(spec["host"], spec["port"], timeout=limit)
         self.process_group = make_process_group(self.store, spec["first_rank"] + self.rank, spec)
 
@@ -943,7 +975,8 @@ def send_weights(sender, policy, version, cfg):
         from configs.serving import adapters
 
         path = str(adapters.directory(sender.run_dir, version, cfg))
-        spec["adapter"] = {"path": path, "t": cfg.trainer._asdict(), "model": cfg.run.model}
+        old = str(adapters.no_longer_named(sender.run_dir, version, cfg))
+        spec["adapter"] = {"path": path, "old": old, "t": cfg.trainer._asdict(), "model": cfg.run.model}
     else:
         # Requests wait and then go on; with a cleared cache they would read their prompts again.
         sender.post_all("/pause?mode=keep&clear_cache=false")
@@ -1006,9 +1039,9 @@ def score(policy, rows, most):
     return policy(collate(sequences, policy.device))[0]
 
 
-def compare(logp_N, other_N, t, mean_limit, code, what):
-    """The largest and the mean difference, in nats. Raises RunError if in fp32 the largest is above 1e-3, or in 16 bits
-    the mean above mean_limit; trainer.max_sync_dlogp overrides both."""
+def compare(logp_N, other_N, t, mean_limit, what):
+    """The largest and the mean difference, in nats, and what is wrong with them, or "": in fp32 the largest may be at
+    most 1e-3, in 16 bits the mean at most mean_limit; trainer.max_sync_dlogp overrides both."""
     diff_N = (logp_N - other_N).abs()
     numbers = {"sync/dlogp_max": diff_N.max().item()}
     numbers["sync/dlogp_mean"] = diff_N.mean().item()
@@ -1017,8 +1050,8 @@ def compare(logp_N, other_N, t, mean_limit, code, what):
         key = "sync/dlogp_max"
         mean_limit = 1e-3
     limit = t.max_sync_dlogp or mean_limit
-    require(numbers[key] <= limit, code, f"{what}: {numbers}; {key} may be at most {limit:g}")
-    return numbers
+    is_within = numbers[key] <= limit  # nan is not
+    return numbers, "" if is_within else f"{what}: {numbers}; {key} may be at most {limit:g}"
 
 
 def random_rows(policy, cfg):
@@ -1026,7 +1059,7 @@ def random_rows(policy, cfg):
     draw = torch.Generator().manual_seed(0)
     rows = []
     for length in CANARY:
-        size = min(length, cfg.run.max_seq_len - SAID)
+        size = min(length, cfg.run.max_seq_len // 2)
         row = torch.randint(policy.vocab, [size], generator=draw)
         rows.append(row.tolist())
     return rows
@@ -1046,13 +1079,14 @@ def check_policy(policy, cfg):
     what = f"model = {cfg.run.model!r} cannot be trained: padded rows in training mode differ from its own forward"
     why = "dropout or noise of its own, logits that are not head(base model), rows that mix, or RoPE by length"
     # 0.2: random tokens are improbable, and in 16 bits their log-probabilities differ more.
-    compare(logp_N, own_N, cfg.trainer, 0.2, CONFIG, f"{what} ({why})")
+    _, problem = compare(logp_N, own_N, cfg.trainer, 0.2, f"{what} ({why})")
+    require(not problem, CONFIG, problem)
 
 
 def canary_rows(batch, num_servers, cfg):
     """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
-    longest = max(1, budget // (len(CANARY) * num_servers) - SAID)
+    longest = min(budget // (len(CANARY) * num_servers) - 8 * SAID, cfg.run.max_seq_len // 2)
     stride = -(-len(batch.sequences) // len(CANARY))
     rows = []
     for s in batch.sequences[::stride]:
@@ -1062,28 +1096,42 @@ def canary_rows(batch, num_servers, cfg):
     return rows
 
 
+def continuations(sender, policy, version, rows, num):
+    """Log-probabilities of what all servers say after the rows, `num` tokens each: the trainer's and the servers'."""
+    whole = []
+    others = []
+    for row, (ids, logps) in zip(rows * len(sender.urls), sender.say(version, rows, num)):
+        whole.append(row + ids)
+        others += logps
+    return score(policy, whole, num), torch.tensor(others, device=policy.device)
+
+
 @torch.no_grad()
 def canary(sender, policy, version, cfg, batch):
     """Compares trainer and servers after a sync: metrics, in nats. Each server continues the same rows, and the trainer
     scores what they said in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
     num_servers = len(cfg.inference.urls)
     rows = canary_rows(batch, num_servers, cfg) if batch else random_rows(policy, cfg)
-    policy.eval()
-    if not sender:
-        score(policy, rows[:1], SAID)  # takes part in the forward
-        policy.train()
-        return {}
-    whole = []
-    others = []
-    for row, (ids, logps) in zip(rows * num_servers, sender.say(version, rows)):
-        whole.append(row + ids)
-        others += logps
-    logp_N = score(policy, whole, SAID)
-    policy.train()
-    other_N = torch.tensor(others, device=policy.device)
     what = f"canary after sync of version {version}: trainer and server differ"
     mean_limit = 0.05 if batch else 0.2  # what follows random rows is improbable, and in 16 bits less exact
-    return compare(logp_N, other_N, cfg.trainer, mean_limit, DIED, what)
+    metrics = {}
+    problem = ""
+    policy.eval()
+    # In 16 bits a mean over few tokens may be above the limit by chance: then eight times as many decide.
+    for num in (SAID, 8 * SAID):
+        num = min(num, cfg.run.max_seq_len // 2)
+        if sender:
+            logp_N, other_N = continuations(sender, policy, version, rows, num)
+            metrics, problem = compare(logp_N, other_N, cfg.trainer, mean_limit, what)
+        else:
+            score(policy, rows[:1], SAID)  # takes part in the forward
+        is_wrong = torch.tensor(float(bool(problem)), device=policy.device)
+        dist.broadcast(is_wrong, 0)
+        if not is_wrong:
+            break
+    policy.train()
+    require(not problem, DIED, problem)
+    return metrics
 
 
 # --- what outlives the process ----------------------------------------------------------------------------------------
@@ -1135,6 +1183,12 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg):
     kept = sorted(path.parent.glob("step_??????"))
     for old in kept[: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
+    # No run is resumed from before the oldest one. It needs the batch before it, which has the sampler state.
+    oldest = int(kept[-cfg.checkpoint.keep :][0].name[5:])
+    for file in (run_dir / "batches").glob("*_??????.safetensors"):
+        number = int(file.stem[-6:])
+        if cfg.checkpoint.keep_batches and number < oldest - cfg.checkpoint.keep_batches:
+            file.unlink()
 
 
 def load_checkpoint(path, policy, optimizer, cfg):
@@ -1211,7 +1265,7 @@ def log_step(run_dir, step, metrics, logp_T):
         file.write(json.dumps(line) + "\n")
     shown = {"reward": "reward/mean", "loss": "loss", "kl": "policy/kl_sampler", "entropy": "policy/entropy"}
     text = [f"{name} {line[key]:.3g}" for name, key in shown.items() if key in line]
-    print(f"step {step:5d}", *text, f"seconds {metrics['time/step_s']:.3g}", sep=" | ", flush=True)
+    say(" | ".join([f"step {step:5d}", *text, f"seconds {metrics['time/step_s']:.3g}"]))
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------
@@ -1254,7 +1308,7 @@ def resume(run_dir, policy, optimizer, cfg):
     found = max((run_dir / "checkpoints").glob("step_??????"), default=None)
     step = load_checkpoint(found, policy, optimizer, cfg) if found else 0
     if dist.get_rank() == 0:
-        cut_lines(run_dir / "metrics.jsonl", lambda line: line["step"] < step)
+        cut_lines(run_dir / "metrics.jsonl", step)
     return step
 
 
@@ -1269,7 +1323,7 @@ def count_useless(streak, numbers, step, is_replay):
 
 def main(argv):
     """A rank's run, from the last checkpoint to max_steps. argv: see --help. RunError ends it."""
-    cfg = configs.arguments(__doc__, argv)
+    cfg = configs.arguments(__doc__, argv, replay=True)
     check_hooks(cfg.trainer)
     is_replay = cfg.replay is not None
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}" if is_replay else "")
@@ -1277,7 +1331,10 @@ def main(argv):
     if is_replay:
         files = sorted(cfg.replay.glob("step_*.safetensors"))
         require(files, CONFIG, f"--replay {cfg.replay}: no step_*.safetensors there")
+        if last < len(files):
+            say(f"warning: max_steps = {last} leaves out {len(files) - last} of the {len(files)} batches")
         last = min(last, len(files))
+        cfg.run = cfg.run._replace(max_steps=last)  # the schedule ends with the batches
     # 1. The policy, its optimizer, and where the last run ended.
     start_distributed(cfg)
     is_first = dist.get_rank() == 0

@@ -2,6 +2,7 @@
 
 defaults.toml documents every key; an unknown key, or a value of another type, ends the run before it starts."""
 
+import ast
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from configs.runtime.directory import redacted
-from configs.runtime.role import CONFIG, RunError, require
+from configs.runtime.role import CONFIG, RunError, place_of, require
 
 HERE = Path(__file__).resolve().parent
 TABLES = ("run", "env", "orchestrator", "sampling", "inference", "trainer", "eval", "checkpoint")
@@ -30,12 +31,13 @@ TAKEN = "host port model dtype seed max_model_len chat_template served_model_nam
 TAKEN += " worker_extension_cls data_parallel_size"
 
 
-def arguments(doc, argv):
-    """Parses config.toml [table.key=value ...] [--replay DIR] and returns what load_config returns."""
+def arguments(doc, argv, replay=False):
+    """Parses config.toml [table.key=value ...], with `replay` also --replay DIR. Returns what load_config returns."""
     parser = ArgumentParser(description=doc, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("path", metavar="config.toml")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
-    parser.add_argument("--replay", type=Path, metavar="DIR", help="train on the batch files of a directory")
+    if replay:
+        parser.add_argument("--replay", type=Path, metavar="DIR", help="train on the batch files of a directory")
     return load_config(**vars(parser.parse_intermixed_args(argv)))
 
 
@@ -50,7 +52,7 @@ def load_config(path, overrides=(), replay=None):
     # 1. The file and the overrides.
     source = path
     try:
-        given = flatten(tomllib.loads(Path(path).read_text()))
+        given = flatten(tomllib.loads(Path(path).read_text("utf-8-sig")))  # some editors begin a file with a mark
         envs = [{}]
         if isinstance(given.get("env"), list):
             envs = [flatten({"env": env}) for env in given.pop("env")]
@@ -124,6 +126,12 @@ def resolve(given, path, replay):
     check(flat)
     # What the launcher found out about this machine belongs to this start alone, not into config.toml.
     values = flat | flatten(tomllib.loads(os.environ.get("ROLEMODEL_OVERRIDES", "")))
+    # Absolute once: user code may change the working directory.
+    values["output_dir"] = str(Path(flat["output_dir"]).expanduser().absolute())
+    for key in ("model", "chat_template"):
+        file = Path(flat[key]).expanduser()
+        if flat[key] and file.exists():
+            values[key] = str(file.absolute())
     shared = {key: value for key, value in flat.items() if not key.startswith("env.")}
     cfg = Namespace(flat=shared, replay=replay and replay.resolve())
     for table in TABLES:
@@ -193,6 +201,8 @@ def check(flat):
     must(lambda x: x <= 65535, "inference.port", "at most 65535")
     must(lambda x: x <= 999999, "max_steps", "at most 999999: names of files have six digits")
     must(lambda x: x < 2**32, "seed", "at most 4294967295, as numpy's are")
+    must(lambda x: x > 0, "orchestrator.sampling.top_p", "above 0")
+    must(lambda x: len(x) <= 4 and all(x), "orchestrator.sampling.stop", "at most four strings, none of them empty")
     seconds = "watchdog prepare_timeout inference.startup_timeout trainer.sync_timeout_s"
     must(lambda x: x <= 1e9, seconds, "at most 1000000000")
     # 2. Words.
@@ -209,7 +219,10 @@ def check(flat):
         "orchestrator.order": ("", "module:class"),
     }.items():
         is_hook = words[-1].startswith("module:") and re.fullmatch(r"[^:]+:[^:]+", flat[key])
-        if not is_hook:
+        if is_hook:
+            problem = not_found(flat[key])
+            require(not problem, CONFIG, f"key {key!r} = {flat[key]!r}: {problem}")
+        else:
             must(words.__contains__, key, f"one of {words}")
     must(lambda name: re.fullmatch(r"[^./][^/]*", name), "run_name", "the name of a directory")
     for url in flat["inference.urls"]:
@@ -233,13 +246,16 @@ def check_pairs(flat):
     together(is_multiple, "orchestrator.batch_size", "a multiple of", "orchestrator.rollouts_per_example")
     is_enough = flat["orchestrator.max_concurrent"] >= group
     together(is_enough, "orchestrator.max_concurrent", "at least", "orchestrator.rollouts_per_example")
-    for key in ("orchestrator.sampling.max_tokens", "orchestrator.max_prompt_len"):
+    for key in ("orchestrator.sampling.max_tokens", "orchestrator.max_prompt_len", "eval.max_tokens"):
         together(flat[key] < flat["max_seq_len"], key, "below", "max_seq_len")
     is_shorter = flat["orchestrator.generation_timeout"] < flat["watchdog"]
     together(is_shorter, "orchestrator.generation_timeout", "below", "watchdog")
     parallel = flat["inference.args.tensor_parallel_size"]
     is_multiple = type(parallel) is int and parallel > 0 and flat["inference.gpus"] % parallel == 0
     together(is_multiple, "inference.gpus", "a multiple of", "inference.args.tensor_parallel_size")
+    is_one = flat.get("inference.args.api_server_count", 1) == 1 or not flat["trainer.use_lora"]
+    # Each API server knows only the adapters that it has loaded itself.
+    together(is_one, "trainer.use_lora", "false with", "inference.args.api_server_count")
     # A key that would do nothing because of another one is refused, not ignored.
     for key, other in {
         "orchestrator.sampling.top_p": "orchestrator.sampling.allow_biased_sampling",
@@ -264,6 +280,31 @@ def check_pairs(flat):
         together(is_safe, key, "left out without", "inference.allow_remote")
 
 
+def not_found(name):
+    """Why "module:function" names nothing, or "". Nothing is imported: this must be known before a server starts, and
+    the module may need seconds and a GPU."""
+    module, _, function = name.partition(":")
+    path = HERE / "algorithms" / f"{module}.py"
+    if not path.exists():
+        top = module.split(".")[0]
+        spec = find_spec(top)
+        if spec is None:
+            return f"there is no module {top!r}, neither beside the TOML nor installed"
+        path = Path(spec.origin or "")
+    if path.suffix != ".py" or "." in module:
+        return ""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except SyntaxError as e:
+        return f"{path}, line {e.lineno}: {e.msg}"
+    names = set()
+    for node in ast.walk(tree):
+        names.add(getattr(node, "name", None) or getattr(node, "id", None))
+    names |= set(dir(sys.modules.get(module)))
+    may_be_there = {function, "*", "globals", "setattr", "__getattr__"} & names
+    return "" if may_be_there else f"{path} does not define {function!r}"
+
+
 def find(name, table=None):
     """What a key names: an entry of `table`, or "module:function" of configs/algorithms/ or of the user's own module.
 
@@ -283,17 +324,6 @@ def find(name, table=None):
     except (Exception, SystemExit) as e:  # also what the user's module raises when it is imported
         what = f"{name!r} cannot be used as module:function"
         raise RunError(CONFIG, f"{what}: {type(e).__name__}: {e}{place_of(e)}") from e
-
-
-def place_of(error):
-    """ " in function, file:line" of the last frame that an error passed through, or "" if it has none."""
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    frame = trace and trace.tb_frame.f_code
-    if not frame or "importlib" in frame.co_filename or frame.co_filename == __file__:
-        return ""
-    return f" in {frame.co_name}, {Path(frame.co_filename).name}:{trace.tb_lineno}"
 
 
 def served_name(cfg, version=None):

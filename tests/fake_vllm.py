@@ -98,7 +98,7 @@ class Runner:
         tokens, logps = [], []
         while len(tokens) < max_tokens and (ignore_eos or self.tokenizer.eos_token_id not in tokens):
             logits_V = self.network(torch.tensor([ids + tokens])).logits[0, -1].float()
-            logp_V = (logits_V / temperature).log_softmax(-1)
+            logp_V = (logits_V / max(temperature, 1e-5)).log_softmax(-1)  # 0: the likeliest
             tokens.append(torch.multinomial(logp_V.exp(), 1, generator=draw).item())
             logps.append(logp_V[tokens[-1]].item())
         return tokens, logps, seed
@@ -309,7 +309,10 @@ class Server(WeightReceiver):
             choice |= {"message": message, "logprobs": {"content": [{"logprob": x} for x in logps]}}
         else:
             choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
-        return web.json_response({"choices": [choice], "prompt_token_ids": ids})
+        kind = "chat.completion" if "messages" in body else "text_completion"
+        head = {"id": f"{kind}-{seed}", "object": kind, "created": int(time.time()), "model": name}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
+        return web.json_response(head | {"choices": [choice], "usage": usage, "prompt_token_ids": ids})
 
 
 def plain(message):

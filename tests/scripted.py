@@ -10,11 +10,14 @@ def play(env, row, *replies):
     asked = []
     left = list(replies)
 
-    async def generate(prompt, tools=None, agent="", trainable=True):
+    async def generate(prompt, tools=None, agent="", trainable=True, whole=False):
         assert tools == env.tools
         asked.append(list(prompt))
         reply = left.pop(0)
-        return reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+        message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        head = {"id": "", "created": 0, "model": "policy", "object": "chat.completion"}
+        return head | {"choices": [choice]} if whole else message
 
     async def go():
         state = env.start(row)

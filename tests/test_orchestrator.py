@@ -169,7 +169,7 @@ def constant():
 
 async def ask(prompt, tools=None, user=""):
     """A policy that says its user's number."""
-    return Reply({"role": "assistant", "content": user}, [1, 2], [10 + int(user or 0)], [-1.0], "stop", [0, 0])
+    return Reply({"role": "assistant", "content": user}, [1, 2], [10 + int(user or 0)], [-1.0], {}, False, [0, 0])
 
 
 def rollouts_of(cfg, env=SingleTurnEnv, n=1, ask=ask, places=9):
@@ -608,7 +608,7 @@ def test_each_version_is_evaluated_once_and_holds_its_batch(run):
     assert all(e["n"] == 3 and e["errors"] == 0 and e["noise"] == e["reward/mean"] for e in found)
 
 
-def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capsys):
+def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capfd):
     """No version is evaluated twice, and the last one is in any case."""
     slow = ("eval.every=1", "eval.hold_s=0.1", "orchestrator.max_staleness=0", "eval.rollouts_per_example=16")
     run_dir = run(6, '{ kind = "misbehaves" }', *slow, "orchestrator.max_concurrent=16", fake={"generate_s": 0.2})
@@ -617,7 +617,7 @@ def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capsys):
     assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 6 and len(steps) < 7
     assert any(e["version_last"] > e["version_first"] for e in found)
     assert all(e["n"] == 3 and e["errors"] > 0 for e in found)
-    printed = capsys.readouterr().out
+    printed = capfd.readouterr().out
     assert f"n 3 errors {found[0]['errors']}" in printed and printed.count("eval ") == len(found)
 
 

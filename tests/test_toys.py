@@ -24,7 +24,7 @@ TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym",
 def test_toy(name):
     more = ["env.args.allow_unsandboxed_python=true"] if name == "math_python" else []
     cfg = load_config(ROOT / "configs" / f"{name}.toml", more)
-    assert cfg.run.model.startswith(".cache/") and cfg.run.prepare == "configs/models/toy.py"
+    assert cfg.flat["model"].startswith(".cache/") and cfg.run.prepare == "configs/models/toy.py"
     assert cfg.run.max_steps == 5 or name in ("alphabet_sort", "reverse_text", "wiki_search")  # these learn
     env = load_environment(cfg.env[0].id, cfg.env[0].args)
     train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))

@@ -710,9 +710,9 @@ def test_a_replay_of_nothing_is_refused(make_cfg, tmp_path):
 
 
 @pytest.mark.parametrize("override, message", [
-    *((f"trainer.{key}=my_los:f", "'my_los:f'.*No module named 'my_los'")
+    *((f"trainer.{key}=my_los:f", "'my_los:f'.*there is no module 'my_los'")
       for key in ("loss", "importance", "optimizer", "advantage")),
-    ("trainer.loss=losses:gsp", "'losses:gsp'.*no attribute"),
+    ("trainer.loss=losses:gsp", "'losses:gsp'.*does not define 'gsp'"),
     ("trainer.loss_args.epsilon=0.3", r"cispo has no argument \['epsilon'\]: it takes \['ratio_cap'\]"),
 ])  # fmt: skip
 def test_what_a_hook_lacks_is_reported_before_a_model_is_loaded(override, message, make_cfg, tmp_path, monkeypatch):
@@ -1202,9 +1202,10 @@ def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, fake_servers, t
 
 
 def test_the_canary_asks_for_the_plain_distribution(make_cfg):
-    """What a request leaves out, vLLM would take from a model's generation_config.json unless it is told not to."""
+    """What a request leaves out, a server that was started by hand takes from a model's generation_config.json."""
     asked = []
     sender = SimpleNamespace(cfg=make_cfg(), post_all=lambda path, body: asked.append(body) or [])
-    assert trainer.WeightSender.say(sender, 0, [[1, 2]]) == []
-    assert not asked[0].keys() & {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}
+    assert trainer.WeightSender.say(sender, 0, [[1, 2]], 4) == []
+    plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
+    assert asked[0] == asked[0] | plain
     assert make_cfg("inference.args.enforce_eager=true").inference.args["generation_config"] == "vllm"

@@ -109,7 +109,7 @@ def make_ask(client, model, sampling):
             more = {"tools": tools} if tools else {}
             reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
             message = message_of(reply.choices[0])
-        return Reply(message, [], [], [], reply.choices[0].finish_reason, [0, 0])
+        return Reply(message, [], [], [], reply.model_dump(), reply.choices[0].finish_reason == "length", [0, 0])
 
     return ask
 

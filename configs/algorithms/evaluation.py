@@ -1,5 +1,5 @@
-"""Evaluations at some versions of the policy, if eval.every is above 0: lines of eval.jsonl. tools/evaluate.py has the
-same metrics."""
+"""Evaluations at some versions of the policy, if eval.every is above 0: lines of eval.jsonl, and of eval_rollouts.jsonl
+as rollouts.jsonl has them. tools/evaluate.py has the same metrics."""
 
 import asyncio
 import functools
@@ -9,8 +9,8 @@ import time
 import numpy as np
 
 from configs.runtime.directory import run_directory
-from configs.runtime.role import DATA, require
-from orchestrator import means, run_group, sample
+from configs.runtime.role import DATA, require, say
+from orchestrator import Group, append_rollouts, means, run_group, sample
 
 
 async def evaluate(due, envs, client):
@@ -29,6 +29,8 @@ async def evaluate(due, envs, client):
                 continue
             began = time.time()
             groups = await roll_out(env, client)
+            numbered = [Group(name, i, i, rollouts, "") for i, rollouts in enumerate(groups)]
+            append_rollouts(run_directory(cfg) / "eval_rollouts.jsonl", version, numbered)
             metrics = eval_metrics(groups) | {"seconds": time.time() - began}
             reason = groups[0][0].error or "the prompts are too long"
             require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
@@ -36,7 +38,7 @@ async def evaluate(due, envs, client):
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
             shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
-            print(f"eval {version} | {name}:", *shown, flush=True)
+            say(f"eval {version} | {name}: {' '.join(shown)}")
 
 
 async def roll_out(env, client):
@@ -66,5 +68,7 @@ def eval_metrics(groups):
     rollouts = sum(groups, [])
     metrics = means(rows) | means([r.metrics for r in rollouts])
     metrics |= means([{"tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts])
+    # A policy that is lost on hard rows would seem better without them.
+    metrics["reward/lost_as_0"] = np.mean([r.reward or 0.0 for r in rollouts])
     metrics |= {"n": sum(map(bool, rows)), "errors": sum(bool(r.error) for r in rollouts), "k": max(map(len, groups))}
     return metrics | {"rows": [row.get("reward/mean") for row in rows]}

@@ -1,5 +1,9 @@
 """trainer.beta above 0: beta times KL(policy || reference), a token mean, is added to whatever the loss is.
 
+k3 estimates that KL's value without bias, but its gradient, which is what trains, is that of KL(reference || policy) at
+the policy's tokens, and these are up to max_staleness versions old without a ratio (DeepSeek-V3.2, 2512.02556, weighs
+them with one). Both matter little as long as the policy stays near.
+
 The reference is the policy as it starts; LoRA's starts at B = 0, the base model. With trainer.ref_sync_steps it moves
 toward the policy (TR-DPO, 2404.09656). policy.extra holds it, each rank its own part, so checkpoints keep it."""
 

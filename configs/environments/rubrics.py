@@ -14,7 +14,7 @@ rubric = TurnRubric([correct, shorter])              # a single number belongs t
 
 import copy
 
-from env import Rubric, call, ensure, finite, parameters
+from env import Rubric, call, ensure, finite, name_of, parameters
 
 PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
 
@@ -53,12 +53,12 @@ class GroupRubric(Rubric):
         for func, weight, objects in parts:
             values = await call(func, **states[0] | objects | have)
             values = list(values) if hasattr(values, "__iter__") else [values]
-            what = f"reward function {func.__name__} returned {values}, not a number for each of {len(states)} rollouts"
+            what = f"reward function {name_of(func)} returned {values}, not a number for each of {len(states)} rollouts"
             ensure(len(values) == len(states), what)
             scale = weight_at(weight, states[0]["step"])
             for i, value in enumerate(values):
-                metrics[i][func.__name__] = finite(func, value)
-                rewards[i] += scale * metrics[i][func.__name__]
+                metrics[i][name_of(func)] = finite(func, value)
+                rewards[i] += scale * metrics[i][name_of(func)]
         return list(zip(rewards, metrics))
 
 
@@ -74,12 +74,12 @@ class TurnRubric(Rubric):
             values = await call(func, **state | objects | {"state": state})
             if not isinstance(values, list):
                 values = [0.0] * (len(rewards) - 1) + [values]
-            problem = f"{func.__name__} returned {len(values)} rewards for {len(rewards)} turns"
+            problem = f"{name_of(func)} returned {len(values)} rewards for {len(rewards)} turns"
             ensure(len(values) == len(rewards), problem)
             values = [finite(func, value) for value in values]
             scale = weight_at(weight, state["step"])
             for i, value in enumerate(values):
                 rewards[i] += scale * value
-            metrics[func.__name__] = sum(values)
+            metrics[name_of(func)] = sum(values)
         state["turn_rewards"] = rewards
         return sum(rewards), metrics

@@ -14,9 +14,10 @@ import functools
 import verifiers as vf
 from openai.types.chat import ChatCompletion
 from verifiers.clients import OpenAIChatCompletionsClient
+from verifiers.utils.async_utils import maybe_await
 from verifiers.utils.message_utils import normalize_messages
 
-from env import SingleTurnEnv, Truncated, finite, in_thread
+from env import SingleTurnEnv, Truncated, finite
 
 FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
 
@@ -26,12 +27,10 @@ class PolicyClient(OpenAIChatCompletionsClient):
 
     async def get_native_response(self, prompt, model, sampling_args, tools=None, **kwargs):
         try:
-            message = await self.client([plain(message) for message in prompt], tools or None)
+            reply = await self.client([plain(message) for message in prompt], tools or None, whole=True)
         except Truncated as e:
             raise vf.OverlongPromptError from e
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        head = {"id": "", "created": 0, "model": model, "object": "chat.completion"}
-        return ChatCompletion.model_validate(head | {"choices": [choice]})
+        return ChatCompletion.model_validate(reply)
 
     async def raise_from_native_response(self, response):
         """Accepts an empty answer, which verifiers would refuse: its reward teaches the policy."""
@@ -43,23 +42,15 @@ def plain(message):
     return {key: value for key, value in message.items() if value is not None}
 
 
-def off_loop(function):
-    """verifiers calls plain functions in the event loop; in a thread they do not delay other rollouts."""
-
-    @functools.wraps(function)
-    async def wrapper(*args, **kwargs):
-        return await in_thread(function, *args, **kwargs)
-
-    return wrapper
-
-
 def reporting(function):
-    """verifiers counts 0 for a reward function that raises; this wrapper also keeps the error for score()."""
+    """verifiers counts 0 for a reward function that raises; this wrapper also keeps the error for score().
+
+    Plain functions run in the main thread, as in verifiers: a time limit by signal.alarm works nowhere else."""
 
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
         try:
-            value = await off_loop(function)(*args, **kwargs)
+            value = await maybe_await(function, *args, **kwargs)
             if isinstance(value, list | tuple):
                 return [finite(function, item) for item in value]
             return finite(function, value)
@@ -146,9 +137,6 @@ class VerifiersEnv(SingleTurnEnv):
         self.env = env
         self.rubric = VerifiersRubric(env)
         self.tools = [schema_of(tool) for tool in env.tool_defs or []] or None
-        for child in [env, *getattr(env, "envs", [])]:
-            tools = getattr(child, "tool_map", {})
-            child.tool_map = {name: off_loop(tool) for name, tool in tools.items()}
 
     def start(self, row):
         given = {key: row[key] for key in ("answer", "info", "task") if row.get(key) is not None}
@@ -159,7 +147,7 @@ class VerifiersEnv(SingleTurnEnv):
         theirs = await self.env.rollout(state["row"], PolicyClient(generate), model="policy", sampling_args={})
         state["verifiers"] = theirs
         state["turn"] = len(theirs["trajectory"])
-        state["completion"] = [plain(message) for message in theirs["completion"] or []]
+        state["completion"] = [{"content": ""} | plain(message) for message in theirs["completion"] or []]
         if theirs.get("error"):
             raise theirs["error"].__cause__ or theirs["error"]
         if theirs.get("prompt_too_long"):

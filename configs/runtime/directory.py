@@ -5,7 +5,7 @@ import os
 import re
 from pathlib import Path
 
-from configs.runtime.role import CONFIG, require
+from configs.runtime.role import CONFIG, require, say
 
 # These must not change between a run and its resumption.
 FIXED = "run_name model seed env trainer.use_lora trainer.lora_rank trainer.lora_alpha trainer.lora_target_modules"
@@ -37,6 +37,27 @@ def refuse_other(found, cfg, what):
     require(not differences, CONFIG, f"{what} belongs to another run: {text}. Choose another run_name, or remove it")
 
 
+def report_changes(run_dir, text):
+    """Says which keys differ from the run's last start; text: the configuration as config.toml will have it. Raises
+    RunError with CONFIG if another loss or advantage would go on with a run that has begun, unless allow_changes."""
+    path = run_dir / "config.toml"
+    old = values_in(path.read_text()) if path.exists() else {}
+    new = values_in(text)
+    changed = [key for key in new if key != "allow_changes" and new[key] != old.get(key, new[key])]
+    for key in changed:
+        say(f"run: {key} was {old[key]}, now {new[key]}")
+    refused = {"trainer.loss", "trainer.advantage"} & set(changed)
+    has_begun = any(run_dir.glob("batches/step_*"))
+    is_allowed = new["allow_changes"] == "true" or not has_begun
+    remedy = "choose another run_name, or set allow_changes"
+    require(is_allowed or not refused, CONFIG, f"{run_dir} began with another {sorted(refused)}: {remedy}")
+
+
+def values_in(text):
+    """{key: value} of a config.toml, which has a line for each key."""
+    return dict(line.split(" = ", 1) for line in text.splitlines())
+
+
 def redacted(value):
     """A copy that is fit for the disk: strings that are named like secrets are hidden, tables sorted, dates text."""
 
@@ -50,13 +71,15 @@ def redacted(value):
     return json.loads(json.dumps(value, default=str), object_hook=hide)
 
 
-def cut_lines(path, keep):
-    """Drops the lines of a JSON Lines file that a resumed run will write again, and the half line of a killed process.
-    It reads line by line, since the file may have gigabytes."""
+def cut_lines(path, end):
+    """Cuts off a JSON Lines file before its first line of step `end` or later, since a resumed run writes those again,
+    and before the half line of a killed process. Its lines begin with their step, and steps ascend."""
     path.touch()
-    tmp = path.with_suffix(".tmp")
-    with open(path, errors="replace") as old, open(tmp, "w") as new:
-        for line in old:
-            if line.endswith("\n") and keep(json.loads(line)):
-                new.write(line)
-    os.replace(tmp, path)
+    size = 0
+    with open(path, "rb") as file:
+        for line in file:  # the file may have gigabytes
+            found = re.match(rb'\{"step": (\d+)\b.*\n', line)
+            if not found or int(found[1]) >= end:
+                break
+            size += len(line)
+    os.truncate(path, size)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,11 @@ NUMERICS = 5  # numbers are not finite, or trainer and servers disagree
 STORAGE = 6  # the disk is full or fails
 STORAGE_ERRORS = r"(Errno|os error) (5|13|17|20|28|30|122)\b"  # EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
 PR_SET_PDEATHSIG = 1
+ROOT = re.escape(str(Path(__file__).parents[2]))
+# Files in which no user's code is: ours, apart from tasks, and those of libraries.
+OURS = rf"{ROOT}/((env|orchestrator|trainer|launch).py|tools/|configs/(__init__|(?!tasks/)\w+/))"
+OURS += "|<|.*/(lib/python|site-packages)"
+STDOUT = []  # a copy of the file descriptor
 
 
 class RunError(Exception):
@@ -50,6 +56,14 @@ def report(line):
         launcher.write(f"{line[:300]}{line[300:][-1200:]}\n")
 
 
+def say(line):
+    """Writes a line that the launcher shows on the console. sys.stdout belongs to user code, which may have replaced or
+    closed it, or left it in the middle of a line."""
+    fd = STDOUT[0] if STDOUT else 1
+    start = "" if os.isatty(fd) else "\n"
+    os.write(fd, f"{start}{line}\n".encode(errors="replace"))
+
+
 def end_with_parent():
     """Asks the kernel to kill this process when its parent dies, and ends it if the launcher has died already."""
     pipe = os.environ.get("ROLEMODEL_PIPE")
@@ -70,6 +84,15 @@ def first_cause(error):
             return error
 
 
+def place_of(error):
+    """' in function, file:line', where the user's code was last on the way of an error; "" if it was not on it."""
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not re.match(OURS, frame.filename):
+            place = f" in {frame.name}, {Path(frame.filename).name}:{frame.lineno}"
+    return place
+
+
 def exit_code(error, text):
     """The code that an error carries if it is one of ours; STORAGE for a failing disk; otherwise DIED."""
     code = getattr(error, "code", None)
@@ -85,16 +108,20 @@ def run_role(role, module=None):
     The module is imported even where its file is the script: a hook that imports it gets the module that runs, not a
     second copy. With PYTHONFAULTHANDLER, which the launcher sets, SIGABRT prints every thread's stack."""
     end_with_parent()
+    STDOUT.append(os.dup(1))
     code = 0
     try:
         importlib.import_module(module or role).main(sys.argv[1:])
-        sys.stdout.flush()
+        with suppress(OSError, ValueError):  # user code may have closed it
+            sys.stdout.flush()
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as e:  # not sys.excepthook, which torch.distributed wraps
         error = first_cause(e)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RunError: ")
         code = exit_code(error, text)
+        if not isinstance(error, RunError):
+            text += place_of(error)
         report(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
         with suppress(OSError):  # a full disk must not change the code
             if code == DIED:
