@@ -24,9 +24,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from configs.algorithms.evaluation import eval_metrics
+from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_conversation, tokenize_text
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
-from env import load_environment, load_rows
+from env import DataError, load_environment, load_rows
 from orchestrator import Reply, means, run_group, save_batch
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
@@ -249,24 +250,16 @@ def advise(scored, metrics, k):
 # --- batches from other people's text, or from --generate -------------------------------------------------------------
 
 
-def to_sequences(line, tokenizer, cfg):
+def to_sequences(line, tokenizer, stops, cfg):
     """Returns the training sequences of one conversation. For a base model, prompt and completion are text."""
-    from configs.models.toy import tokenize_conversation
-
-    if not isinstance(line["prompt"], str):
-        messages = line["prompt"] + line["completion"]
-        first = len(line["prompt"])  # answers in the prompt are not the policy's
-        return tokenize_conversation(tokenizer, messages, line.get("tools"), first, **cfg.sampling.chat_template_kwargs)
-    prompt = tokenizer.encode(line["prompt"])
-    answer = tokenizer.encode("".join(line["completion"]))
-    answer = [token for token in answer if token != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
-    sequence = {
-        "tokens": prompt + answer,
-        "mask": [0] * len(prompt) + [1] * len(answer),
-        "old_logp": [0.0] * len(prompt) + [math.nan] * len(answer),  # nobody knows it
-        "turn": [0] * (len(prompt) + len(answer)),
-    }
-    return [sequence]
+    prompt = line["prompt"]
+    if isinstance(prompt, str):
+        text = "".join(line["completion"])
+        return tokenize_text(tokenizer, prompt, text, stops, bool(line.get("truncated")))
+    messages = prompt + line["completion"]
+    first = len(prompt)  # answers in the prompt are not the policy's
+    more = cfg.sampling.chat_template_kwargs
+    return tokenize_conversation(tokenizer, messages, line.get("tools"), first, stops, **more)
 
 
 def check_line(line, where):
@@ -297,11 +290,11 @@ def load_tokenizer(cfg):
     return tokenizer
 
 
-def as_rollout(line, tokenizer, cfg):
+def as_rollout(line, tokenizer, stops, cfg):
     """A line with its sequences and the number of its turns, and its reward as training would have it.
 
     Nobody knows where a truncated completion was cut, and it never said its end: it only shapes the baseline."""
-    sequences = to_sequences(line, tokenizer, cfg)
+    sequences = to_sequences(line, tokenizer, stops, cfg)
     turns = set()
     for s in sequences:
         turns.update(s["turn"])
@@ -339,14 +332,19 @@ def is_flat(group, cfg):
 def read_groups(path, min_reward, is_imitation, cfg):
     """Returns groups, each a list of the rollouts of one example, and how many lines were left out, by reason."""
     tokenizer = load_tokenizer(cfg)
+    stops = stop_ids(cfg.run.model, tokenizer)
     groups = {}
     left_out = Counter()
     for i, line in enumerate(load_rows(path, str(path))):
         if line.get("error"):
             left_out["failed"] += 1
             continue
-        check_line(line, f"{path}: line {i + 1}")
-        rollout = as_rollout(line, tokenizer, cfg)
+        where = f"{path}: line {i + 1}"
+        check_line(line, where)
+        try:
+            rollout = as_rollout(line, tokenizer, stops, cfg)
+        except DataError as e:
+            raise RunError(DATA, f"{where}: {e}") from e
         why = why_left_out(rollout, min_reward, is_imitation, cfg)
         if why:
             left_out[why] += 1
@@ -379,8 +377,6 @@ def to_batches(groups, size):
 
 def sequences_of(batch, is_imitation, cfg):
     """The training sequences of a batch. Demonstrations have weights `ce` instead of a `mask`, and no reward."""
-    from configs.models.toy import as_demonstration
-
     sequences = []
     for number, group in batch:
         for i, rollout in enumerate(group):

@@ -5,7 +5,6 @@ task's demonstrations(): enough to get some answers right, so that RL has someth
 script, a TOML's `prepare`, if the model's directory does not exist yet."""
 
 import importlib
-import json
 import os
 import shutil
 import subprocess
@@ -18,9 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import DEFAULTS, arguments, load_config, to_toml
+from configs.models.demonstrations import as_demonstration, tokenize_conversation
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, require, run_role
 from env import load_environment
-from orchestrator import extend_or_fork, save_batch
+from orchestrator import save_batch
 
 BATCH_SIZE = 64  # demonstrations per step of the warm-up
 WARM_UP_STEPS = 95  # unless the task says otherwise
@@ -96,57 +96,6 @@ def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def tokenize_conversation(tokenizer, messages, tools=None, first=0, **template_kwargs):
-    """Turns a conversation that our policy did not sample into training sequences as orchestrator.py makes them. mask
-    is 1 on the assistant's messages from number `first` on; each of them is a turn.
-
-    old_logp is nan, since nobody knows it. What a template writes after the end-of-sequence token (mostly a newline)
-    is not masked: the policy never has to write it."""
-
-    def ids_of(part, **more):
-        part = [as_template_sees(message) for message in part]
-        return tokenizer.apply_chat_template(part, tools=tools, return_dict=False, **template_kwargs, **more)
-
-    sequences = []
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-    for turn, i in enumerate(answers):
-        prompt_ids = ids_of(messages[:i], add_generation_prompt=True)
-        ids = ids_of(messages[: i + 1])
-        if ids[: len(prompt_ids)] != prompt_ids:
-            raise ValueError(f"the chat template does not begin message {i} with its own generation prompt")
-        ids = ids[len(prompt_ids) :]
-        if tokenizer.eos_token_id in ids:
-            ids = ids[: ids.index(tokenizer.eos_token_id) + 1]
-        extend_or_fork(sequences, prompt_ids, ids, [float("nan")] * len(ids), turn)
-    return sequences
-
-
-def as_demonstration(sequence):
-    """The same sequence, to be imitated: its loss tokens get ce = 1, and none is left to the policy gradient."""
-    weights = [float(is_loss) for is_loss in sequence["mask"]]
-    return sequence | {"ce": weights, "mask": [0] * len(weights)}
-
-
-def as_template_sees(message):
-    """A message in OpenAI's format as vLLM hands it to the chat template: arguments of tool calls are objects."""
-    message = dict(message)
-    if message.get("reasoning"):
-        message["reasoning_content"] = message["reasoning"]
-    if message.get("tool_calls"):
-        message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
-    return message
-
-
-def with_object(call):
-    """A tool call with its arguments parsed from JSON; if they are not a JSON object, they become an empty one."""
-    try:
-        value = json.loads(call["function"]["arguments"])
-    except json.JSONDecodeError:
-        value = {}
-    value = value if isinstance(value, dict) else {}
-    return call | {"function": call["function"] | {"arguments": value}}
 
 
 def load_task(cfg):
