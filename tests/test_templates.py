@@ -2,6 +2,7 @@
 templates of public models and their stop tokens; the expected tokens are written by hand."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -42,7 +43,8 @@ FORMS = {
     "Llama": ("<|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|> <|eom_id|> <|end_of_text|>", LLAMA,
               "<|end_of_text|>", "<|end_of_text|> <|eom_id|> <|eot_id|>"),
     "Gemma": ("<bos> <start_of_turn> <end_of_turn> <eos>", GEMMA, "<eos>", "<eos> <end_of_turn>"),
-    "Phi": ("<|user|> <|assistant|> <|end|> <|endoftext|>", PHI, "<|endoftext|>", "<|endoftext|> <|assistant|> <|end|>"),
+    "Phi": ("<|user|> <|assistant|> <|end|> <|endoftext|>", PHI, "<|endoftext|>",
+            "<|endoftext|> <|assistant|> <|end|>"),
     "GLM": ("[gMASK] <sop> <|user|> <|assistant|> <|observation|> <|endoftext|>", GLM, "<|endoftext|>",
             "<|endoftext|> <|user|> <|observation|>"),
     "Mistral": ("<s> </s> [INST] [/INST]", MISTRAL, "</s>", "</s>"),
@@ -108,12 +110,12 @@ def trained(tmp_path):
         transformers.GenerationConfig(eos_token_id=ids).save_pretrained(tmp_path / "model")
         return fast
 
-    def go(name, kind, *data):
+    def go(name, kind, *data, stop="[]"):
         tokenizer = save(name)
         (tmp_path / "run.toml").write_text(BASE.format(model=tmp_path / "model").replace("= 64", "= 512"))
         rows = [json.dumps({"example": 0, "reward": i} | line) + "\n" for i, line in enumerate(data)]
         (tmp_path / "data.jsonl").write_text("".join(rows))
-        more = [f"output_dir={tmp_path}", "run_name=it"]
+        more = [f"output_dir={tmp_path}", "run_name=it", f"orchestrator.sampling.stop={stop}"]
         evaluate.main([str(tmp_path / "run.toml"), f"--{kind}", str(tmp_path / "data.jsonl"), *more])
         (batch,) = all_batches(tmp_path / f"it-{kind}")
         weight = "mask" if kind == "offline" else "ce"
@@ -167,7 +169,25 @@ def test_text(name, kind, prompt, completion, whole, num, trained):
     assert found == [[whole, whole[-num:]]] * 2
 
 
+@pytest.mark.parametrize("line, said", [
+    ({"prompt": "2+2=", "completion": "4b a"}, [*"4b"]),
+    ({"prompt": "2+2=", "completion": "4"}, ["4", "<eos>"]),
+    ({"prompt": [ASK], "completion": [SAY]}, ["b"]),
+])  # fmt: skip
+def test_a_stop_string_ends_a_turn_without_a_stop_token(line, said, trained):
+    """The turn keeps the string, as in training."""
+    ((_, found),) = trained("Gemma", "demonstrations", line, stop='["b"]')
+    assert found == said
+
+
 def test_a_truncated_text_has_no_end(trained):
     line = {"prompt": "2+2=", "completion": "4"}
     _, cut = trained("Gemma", "offline", line, line | {"truncated": True})
     assert cut == [["<bos>", *"2+2=4"], []]
+
+
+@pytest.mark.parametrize("reason, kept", [("</a>", "b a</a>"), (106, "b a"), (None, "b a")])
+def test_an_answer_keeps_the_string_that_stopped_it(reason, kept):
+    """vLLM names it, or the id of a stop token; other servers say nothing of it."""
+    about = {} if reason is None else {"stop_reason": reason}
+    assert evaluate.with_stop_string("b a", SimpleNamespace(**about)) == kept

@@ -85,10 +85,16 @@ async def connect(args, cfg):
         raise RunError(CONFIG, what) from None
 
 
+def with_stop_string(text, choice):
+    """The text with the string of sampling.stop that ended it, as training has it. Only vLLM says which it was."""
+    reason = getattr(choice, "stop_reason", None)
+    return text + reason if isinstance(reason, str) else text
+
+
 def message_of(choice):
     """The message of a chat completion, with the fields that the next prompt must repeat."""
     reply = choice.message
-    message = {"role": "assistant", "content": reply.content or ""}
+    message = {"role": "assistant", "content": with_stop_string(reply.content or "", choice)}
     for key in ("reasoning", "reasoning_content"):
         text = getattr(reply, key, None)
         if text:
@@ -105,7 +111,7 @@ def make_ask(client, model, sampling):
     async def ask(prompt, tools=None, user=""):
         if isinstance(prompt, str):
             reply = await client.completions.create(model=model, prompt=prompt, **sampling)
-            message = reply.choices[0].text
+            message = with_stop_string(reply.choices[0].text, reply.choices[0])
         else:
             more = {"tools": tools} if tools else {}
             reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
@@ -255,10 +261,10 @@ def to_sequences(line, tokenizer, stops, cfg):
     prompt = line["prompt"]
     if isinstance(prompt, str):
         text = "".join(line["completion"])
-        return tokenize_text(tokenizer, prompt, text, stops, bool(line.get("truncated")))
+        return tokenize_text(tokenizer, prompt, text, stops, cfg.sampling.stop, bool(line.get("truncated")))
     messages = prompt + line["completion"]
     first = len(prompt)  # answers in the prompt are not the policy's
-    more = cfg.sampling.chat_template_kwargs
+    more = {"stop_strings": cfg.sampling.stop} | cfg.sampling.chat_template_kwargs
     return tokenize_conversation(tokenizer, messages, line.get("tools"), first, stops, **more)
 
 

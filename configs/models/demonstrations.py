@@ -47,30 +47,35 @@ def up_to_stop(ids, stops):
     return ids
 
 
-def ends(ids, stops):
-    return bool(ids) and ids[-1] in stops
+def up_to_string(text, strings):
+    """The text up to the end of the first of sampling.stop's strings in it, and whether it has one: the server ends a
+    turn there, so that the policy says no stop token."""
+    found = [text.find(string) + len(string) for string in strings if string in text]
+    return (text[: min(found)], True) if found else (text, False)
 
 
-def tokenize_text(tokenizer, prompt, text, stops=(), is_truncated=False):
+def tokenize_text(tokenizer, prompt, text, stops=(), stop_strings=(), is_truncated=False):
     """Returns the training sequence of a base model's completion, in a list. A truncated one never said its end.
 
-    stops: ids that end a completion, besides the tokenizer's eos."""
+    stops: ids that end a completion, besides the tokenizer's eos. stop_strings: sampling.stop."""
     stops = {*stops, tokenizer.eos_token_id} - {None}
+    text, is_ended = up_to_string(text, stop_strings)
     ids = up_to_stop(continuation(tokenizer, prompt, text), stops)
-    if not (is_truncated or ends(ids, stops) or tokenizer.eos_token_id is None):
+    is_ended = is_ended or is_truncated or (ids and ids[-1] in stops)
+    if not is_ended and tokenizer.eos_token_id is not None:
         ids = [*ids, tokenizer.eos_token_id]
     sequences = []
     extend_or_fork(sequences, tokenizer.encode(prompt), ids, [math.nan] * len(ids), 0)
     return sequences
 
 
-def tokenize_conversation(tokenizer, messages, tools=None, first=0, stops=(), **template_kwargs):
+def tokenize_conversation(tokenizer, messages, tools=None, first=0, stops=(), stop_strings=(), **template_kwargs):
     """Returns the training sequences of a conversation. mask is 1 on the assistant's messages from number `first` on;
     each of them is a turn, and ends with the stop token that the policy would have sampled. old_logp is nan, since
     nobody knows it.
 
-    stops: ids that end a turn, besides the tokenizer's eos. Raises DataError if the chat template does not begin a
-    message with its own generation prompt."""
+    stops: ids that end a turn, besides the tokenizer's eos. stop_strings: sampling.stop. Raises DataError if the chat
+    template does not begin a message with its own generation prompt."""
     stops = {*stops, tokenizer.eos_token_id} - {None}
 
     def text_of(part, **more):
@@ -84,8 +89,9 @@ def tokenize_conversation(tokenizer, messages, tools=None, first=0, stops=(), **
         whole = text_of(messages[: i + 1])
         is_continued = whole.startswith(prompt)
         ensure(is_continued, f"the chat template does not begin message {i} with its own generation prompt")
-        ids = up_to_stop(continuation(tokenizer, prompt, whole[len(prompt) :]), stops)
-        if not ends(ids, stops):
+        text, is_ended = up_to_string(whole[len(prompt) :], stop_strings)
+        ids = up_to_stop(continuation(tokenizer, prompt, text), stops)
+        if not (is_ended or (ids and ids[-1] in stops)):
             ids = ids + stop_after(i, messages, text_of, tokenizer, stops)
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
         extend_or_fork(sequences, prompt_ids, ids, [math.nan] * len(ids), turn)
