@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from configs.algorithms.evaluation import eval_metrics
+from configs.environments.judge import http_client
 from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_conversation, tokenize_text
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
@@ -74,7 +75,8 @@ async def connect(args, cfg):
     hint = "where is the server? Give --base-url, OPENAI_BASE_URL, inference.urls or inference.port"
     require(url, CONFIG, hint)
     options = {"base_url": url, "api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": 5}
-    client = openai.AsyncOpenAI(timeout=cfg.orchestrator.generation_timeout, **options)
+    options |= {"timeout": cfg.orchestrator.generation_timeout, "http_client": http_client()}
+    client = openai.AsyncOpenAI(**options)
     if args.model:
         return client, args.model
     try:

@@ -8,34 +8,57 @@ import asyncio
 import json
 import traceback
 
-from env import DataError
+from env import ensure
 
 
 def score(env, prompts, completions, **columns):
     """Returns a reward for each text or conversation, or None if it could not be scored.
 
-    Completions of the same prompt form a group, for functions that see groups. Without columns, a prompt is looked up
-    in the environment's rows; raises DataError if no row has it."""
+    Completions of the same prompt form a group, for functions that see groups. A prompt is looked up in the
+    environment's rows, and columns replace what its row has. Raises DataError if no row has the prompt and there are no
+    columns, or if several have it and the columns do not say which is meant."""
     return asyncio.run(score_all(env, prompts, completions, columns))
 
 
 async def score_all(env, prompts, completions, columns):
-    rows = {}
+    rows = {}  # {key of the prompt: its rows}
     for row in [*env.dataset, *(env.eval_dataset or [])]:
-        rows[key_of(row.get("prompt") or row["question"])] = row
-    groups = {}  # {key of the prompt: [(position in the result, state)]}
+        rows.setdefault(key_of(row.get("prompt") or row["question"]), []).append(row)
+    groups = {}  # {(key of the prompt, number of its row): [(position in the result, state)]}
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         key = key_of(prompt)
         given = {name: column[i] for name, column in columns.items()}
-        row = rows.get(key, {}) | given
-        if not row:
-            raise DataError(f"prompts[{i}] is in no row of the environment, and no columns were given: {key[:200]}")
+        number, row = choose(rows.get(key, []), given, f"prompts[{i}] = {key[:200]}")
         state = state_of(env, row, prompt, completion)
-        groups.setdefault(key, []).append((i, state))
+        groups.setdefault((key, number), []).append((i, state))
     rewards = [None] * len(prompts)
     for group in groups.values():
         await score_group(env, group, rewards)
     return rewards
+
+
+def choose(rows, given, what):
+    """Returns which of a prompt's rows is meant, as a number, and that row with the given columns."""
+    ensure(rows or given, f"{what} is in no row of the environment, and no columns were given")
+    if not rows:
+        return 0, given
+    merged = [row | given for row in rows]
+    numbers = range(len(rows))
+    fitting = [number for number in numbers if text_of(rows[number]) == text_of(merged[number])]
+    number, *others = fitting or numbers
+    row = merged[number]
+    differing = set()
+    for other in others:
+        for name, value in merged[other].items():
+            if text_of(value) != text_of(row.get(name)):
+                differing.add(name)
+    names = " and ".join(sorted(differing))
+    ensure(not differing, f"{what}: several rows have this prompt, with another {names}: give that as a column")
+    return number, row
+
+
+def text_of(value):
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def state_of(env, row, prompt, completion):
