@@ -24,37 +24,38 @@ async def score_all(env, prompts, completions, columns):
     rows = {}  # {key of the prompt: its rows}
     for row in [*env.dataset, *(env.eval_dataset or [])]:
         rows.setdefault(key_of(row.get("prompt") or row["question"]), []).append(row)
-    groups = {}  # {(key of the prompt, number of its row): [(position in the result, state)]}
+    groups = {}  # {(key of the prompt, its row as text): [(position in the result, state)]}
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         key = key_of(prompt)
         given = {name: column[i] for name, column in columns.items()}
-        number, row = choose(rows.get(key, []), given, f"prompts[{i}] = {key[:200]}")
-        state = state_of(env, row, prompt, completion)
-        groups.setdefault((key, number), []).append((i, state))
+        found = rows.get(key, [])
+        same = [row for row in found if row.get("prompt") == prompt]  # with the same system prompt
+        row = choose(same or found, given, f"prompts[{i}]", key[:200])
+        state = state_of(env, row | given, prompt, completion)
+        groups.setdefault((key, text_of(row)), []).append((i, state))
     rewards = [None] * len(prompts)
     for group in groups.values():
         await score_group(env, group, rewards)
     return rewards
 
 
-def choose(rows, given, what):
-    """Returns which of a prompt's rows is meant, as a number, and that row with the given columns."""
-    ensure(rows or given, f"{what} is in no row of the environment, and no columns were given")
+def choose(rows, given, where, prompt):
+    """Returns which of a prompt's rows is meant: the one that agrees with the given columns, or any if they replace all
+    that differs. Without rows it is {}."""
+    ensure(rows or given, f"{where} is in no row of the environment, and no columns were given: {prompt}")
     if not rows:
-        return 0, given
-    merged = [row | given for row in rows]
-    numbers = range(len(rows))
-    fitting = [number for number in numbers if text_of(rows[number]) == text_of(merged[number])]
-    number, *others = fitting or numbers
-    row = merged[number]
-    differing = set()
+        return {}
+    agreeing = [row for row in rows if text_of(row) == text_of(row | given)]
+    first, *others = agreeing or rows
+    names = set()
     for other in others:
-        for name, value in merged[other].items():
-            if text_of(value) != text_of(row.get(name)):
-                differing.add(name)
-    names = " and ".join(sorted(differing))
-    ensure(not differing, f"{what}: several rows have this prompt, with another {names}: give that as a column")
-    return number, row
+        differing = [name for name in first | other if text_of(first.get(name)) != text_of(other.get(name))]
+        names.update(differing)
+    names = sorted(names - given.keys())
+    ensure(
+        not names, f"{where} is in several rows, which differ in {', '.join(names)}: give that as a column: {prompt}"
+    )
+    return first
 
 
 def text_of(value):
