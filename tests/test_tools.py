@@ -85,6 +85,28 @@ def test_rules_of_thumb(tmp_path, models, capsys):
     assert "too hard: no reward in 12 attempts" in out and {body["model"] for body in server.bodies} == {"m"}
 
 
+def test_a_report_says_what_the_mean_is_with_lost_rollouts_as_0(tmp_path, models, capsys):
+    """Right answers alone have a reward, here every other: a mean over what was scored is 1."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "none_if_wrong" }')
+    count = iter(range(99))
+    with PlainServer(lambda body: "ad"[next(count) % 2]) as server:
+        args = ["--base-url", server.url, "--model", "m", "--n", "3", "--rollouts-per-example", "4"]
+        evaluate.main([str(toml), "--eval", *args])
+    out = capsys.readouterr().out
+    assert "avg@4 1.000 " in out and "avg@4 0.500 with 6 lost rollouts as 0 (over 3 examples)" in out
+    assert "warning: think_env: 50 % of the rollouts were lost" in out and "mean 1.000, but 0.500 with lost" in out
+
+
+@pytest.mark.parametrize("groups, advice", [
+    ([[0.0, 0.05]] * 6, "too hard: the best of 12 rewards is 0.05, and those of an example hardly differ. Begin"),
+    ([[0.1, 0.4]] * 6, "too hard, if a reward of 1 can be reached: none in 12 attempts, the best is 0.4"),
+    ([[0.0, 1.0], [0.5, 0.5]] * 3, "50% of the examples have rewards that differ"),
+])  # fmt: skip
+def test_what_rewards_say_about_a_task(groups, advice):
+    solved = [float(max(group) == 1) for group in groups]
+    assert advice in evaluate.advise(groups, {"pass@k": sum(solved) / 6, "reward/mean": 0.25}, 2)
+
+
 def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
     def answer(body):
         if "prompt" in body:

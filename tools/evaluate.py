@@ -30,9 +30,11 @@ from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
 from env import DataError, load_environment, load_rows
 from orchestrator import Reply, means, run_group, save_batch
+from tools.advice import is_hopeless, lost_in_evaluation
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
 
+EASIER = "Begin with easier rows, demonstrations or a stronger model."
 SOLVED = 1 - 1e-6  # in floats 0.7 + 0.2 + 0.1 is below 1
 
 
@@ -211,6 +213,12 @@ def pass_at(k, groups):
     return mean, len(chances)
 
 
+def mean_with_lost_as_zero(groups):
+    """The mean over the examples of their rollouts' mean reward, in which a lost rollout has 0."""
+    means = [sum(r.reward or 0.0 for r in group) / len(group) for group in groups]
+    return sum(means) / len(means)
+
+
 def print_report(name, groups, k, seconds):
     rollouts = sum(groups, [])
     errors = Counter(r.error for r in rollouts if r.error)
@@ -223,6 +231,10 @@ def print_report(name, groups, k, seconds):
     metrics = eval_metrics(groups)
     value = with_interval(metrics["reward/mean"], eval_statistics(metrics["rows"])["ci95"])
     print(f"  avg@{k} {value} (95 %, over {len(scored)} examples)")
+    num_lost = sum(r.reward is None for r in rollouts)
+    as_zero = mean_with_lost_as_zero(groups)
+    if num_lost:
+        print(f"  avg@{k} {as_zero:.3f} with {num_lost} lost rollouts as 0 (over {len(groups)} examples)")
     powers = {2**i for i in range(k.bit_length())}
     for size in sorted(powers | {k}):
         share, n = pass_at(size, scored)
@@ -235,6 +247,9 @@ def print_report(name, groups, k, seconds):
     print("  " + ", ".join(f"{key} {value:.3f}" for key, value in functions.items()))
     causes = f" {dict(errors)}" if errors else ""
     print(f"  truncated {metrics['truncated']:.3f}, lost to errors {errors.total()}{causes}, {seconds:.0f} s")
+    warning = lost_in_evaluation(name, num_lost, len(rollouts), metrics["reward/mean"], as_zero)
+    if warning:
+        print(f"  warning: {warning}")
     advice = advise(scored, metrics, k)
     if advice:
         print(f"  {advice}")
@@ -244,10 +259,13 @@ def advise(scored, metrics, k):
     """Whether the task is one to learn from; "" if that cannot be said. scored: the rewards of each example."""
     num = sum(map(len, scored))
     varied = sum(len(set(rewards)) > 1 for rewards in scored) / len(scored)
-    if num >= 10 and max(map(max, scored)) <= 0:
-        return f"too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model."
+    best = max(map(max, scored))
+    if num >= 10 and best <= 0:
+        return f"too hard: no reward in {num} attempts. {EASIER}"
+    if num >= 10 and k > 1 and is_hopeless(scored):
+        return f"too hard: the best of {num} rewards is {best:.3g}, and those of an example hardly differ. {EASIER}"
     if num >= 10 and metrics["pass@k"] == 0:
-        return f"too hard, if a reward of 1 can be reached: none in {num} attempts."
+        return f"too hard, if a reward of 1 can be reached: none in {num} attempts, the best is {best:.3g}."
     if metrics["reward/mean"] >= 0.8:
         return "too easy: above 0.8 little is left to learn. Take harder rows."
     if k > 1:
