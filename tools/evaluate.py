@@ -215,7 +215,10 @@ def pass_at(k, groups):
 
 def mean_with_lost_as_zero(groups):
     """The mean over the examples of their rollouts' mean reward, in which a lost rollout has 0."""
-    means = [sum(r.reward or 0.0 for r in group) / len(group) for group in groups]
+    means = []
+    for group in groups:
+        rewards = [r.reward or 0.0 for r in group]
+        means.append(sum(rewards) / len(rewards))
     return sum(means) / len(means)
 
 
