@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 import types
@@ -134,7 +135,7 @@ def test_what_the_model_says_of_unseen_demonstrations(tmp_path, capsys):
     assert tokens == pytest.approx(1 / size) and whole == pytest.approx((1 / size + 1 / size**2) / 2)
     task = types.SimpleNamespace(demonstrations=lambda num: talks)
     tiny_model.report_rates(tmp_path, task, talks[:1])
-    said = "result: warm-up: on 1 unseen demonstrations 0.000 of the answers and 0.010 of the tokens exactly as shown"
+    said = "result: warm-up: 0.000 of 1 unseen demonstrations are answered exactly as shown, and 0.010 of their tokens"
     assert said in capsys.readouterr().out
     tiny_model.report_rates(tmp_path, task, talks)
     assert "has none that was not trained on" in capsys.readouterr().out
@@ -176,6 +177,22 @@ def test_prepare_tells_what_is_wrong_with_the_task_and_makes_nothing(prepare, ov
     done, model = prepare(override)
     assert done.returncode == code and cause in done.stderr.splitlines()[-1], done.stderr
     assert not model.parent.exists()
+
+
+def test_the_readmes_own_toy(tmp_path):
+    """The module of configs/models/README.md."""
+    text = (ROOT / "configs" / "models" / "README.md").read_text()
+    task = types.ModuleType("doubled")
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], vars(task))
+    talks = task.demonstrations(task.WARM_UP_STEPS * 64 + 256)
+    env = task.load_environment()
+    questions = [talk[0]["content"] for talk in talks] + [row["question"] for row in env.dataset + env.eval_dataset]
+    assert len(set(questions)) == len(questions) > len(talks)
+    tokenizer = tiny_model.make_tokenizer(task.TOKENS)
+    for talk in talks[:100]:
+        (s,) = tiny_model.tokenize_conversation(tokenizer, talk)
+        assert tokenizer.unk_token_id not in s["tokens"] and sum(s["mask"]) <= 24
+        assert score(env, [env.dataset[0]["question"]], [env.dataset[0]["answer"]]) == [1.0]
 
 
 def test_a_model_is_made_again_if_its_task_has_changed(prepare, tmp_path, monkeypatch, capsys):
@@ -222,7 +239,7 @@ def test_a_model_is_made_again_if_its_task_has_changed(prepare, tmp_path, monkey
 def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
     done, model = prepare()
     assert done.returncode == 0, done.stderr
-    told = "result: warm-up: on 64 unseen demonstrations "
+    told = " of 64 unseen demonstrations are answered exactly as shown"
     assert "time: warm-up: 2 of 2 steps are done" in done.stdout and told in done.stdout
     assert [path.name for path in model.parent.iterdir()] == ["quick"]
     assert transformers.AutoModelForCausalLM.from_pretrained(model).dtype == torch.float32

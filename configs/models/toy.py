@@ -215,9 +215,10 @@ def report_rates(model, task, demonstrations):
         print("result: warm-up: demonstrations() has none that was not trained on, so the model was not tested")
         return
     whole, tokens = rates(model, unseen)
-    about = "sampled at temperature 1, each token after the right ones before it"
-    shown = f"{whole:.3f} of the answers and {tokens:.3f} of the tokens exactly as shown"
-    print(f"result: warm-up: on {len(unseen)} unseen demonstrations {shown} ({about})", flush=True)
+    shown = (
+        f"{whole:.3f} of {len(unseen)} unseen demonstrations are answered exactly as shown, and {tokens:.3f} of their"
+    )
+    print(f"result: warm-up: {shown} tokens (at temperature 1, each token after the right ones before it)", flush=True)
 
 
 def checksums(task, make):
