@@ -9,6 +9,7 @@ import transformers
 from conftest import BASE, all_batches
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from configs.runtime.role import DATA, RunError
 from tools import evaluate
 
 ROLES = "{% for m in messages %}"
@@ -27,6 +28,8 @@ MISTRAL = "<s>" + ROLES + "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST
 MISTRAL += "{% endif %}{% endfor %}"
 DEEPSEEK = "<|bos|>" + ROLES + "{% if m.role == 'user' %}<|User|>{{ m.content }}{% else %}<|Assistant|>{{ m.content }}"
 DEEPSEEK += "<|eos|>{% endif %}{% endfor %}" + START + "<|Assistant|>{% endif %}"
+R1 = DEEPSEEK.replace("<|Assistant|>{{ m.content }}", "<|Assistant|>{{ m.content.split('</think>')[-1] }}")
+R1 = R1.replace("<|Assistant|>{% endif %}", "<|Assistant|><think>\n{% endif %}")
 GPT_OSS = ROLES + "{% if m.role == 'user' %}<|start|>user<|message|>{{ m.content }}<|end|>{% else %}<|start|>assistant"
 GPT_OSS += "{% if m.reasoning_content and loop.last %}<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>"
 GPT_OSS += "<|start|>assistant{% endif %}<|channel|>final<|message|>{{ m.content }}"
@@ -49,6 +52,7 @@ FORMS = {
             "<|endoftext|> <|user|> <|observation|>"),
     "Mistral": ("<s> </s> [INST] [/INST]", MISTRAL, "</s>", "</s>"),
     "DeepSeek": ("<|bos|> <|eos|> <|User|> <|Assistant|>", DEEPSEEK, "<|eos|>", "<|eos|>"),
+    "R1": ("<|bos|> <|eos|> <|User|> <|Assistant|> <|pad|>", R1, "<|pad|>", "<|eos|>"),
     "GPT-OSS": ("<|start|> <|channel|> <|message|> <|end|> <|return|> <|call|> <|endoftext|>", GPT_OSS, "<|return|>",
                 "<|return|> <|endoftext|> <|call|>"),
 }  # fmt: skip
@@ -129,7 +133,7 @@ def trained(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["offline", "demonstrations"])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", EXPECTED)
 def test_a_conversation(name, kind, trained):
     line = {"prompt": [ASK], "completion": [SAY, ASK, SAY]}
     said, whole = EXPECTED[name]
@@ -145,12 +149,21 @@ def test_a_conversation(name, kind, trained):
     # A thought ends with a token that does not stop the turn.
     ("GPT-OSS", {"content": "b a", "reasoning": "q"},
      ["<|channel|>", *"analysis", "<|message|>", "q", "<|end|>", "<|start|>", *"assistant", *FINAL, *BA, "<|return|>"]),
+    # The prompt opens a thought, and the template takes it away from the answer.
+    ("R1", {"content": "a</think>b"}, [*"a</think>b", "<|eos|>"]),
     # A text that would merge with the end of its prompt.
     ("Phi", {"content": "\nb"}, ["\n", "b", "<|end|>"]),
 ])  # fmt: skip
 def test_a_turn(name, answer, said, trained):
     (found,) = trained(name, "demonstrations", {"prompt": [ASK], "completion": [{"role": "assistant"} | answer]})
     assert found[1] == said
+
+
+def test_a_turn_whose_ids_nobody_knows_is_named(trained):
+    answer = {"role": "assistant", "content": "b", "reasoning": "a"}
+    with pytest.raises(RunError, match="line 1: the chat template does not begin message 1 with its own") as e:
+        trained("R1", "demonstrations", {"prompt": [ASK], "completion": [answer]})
+    assert e.value.code == DATA
 
 
 @pytest.mark.parametrize("name, prompt, completion, whole, num", [

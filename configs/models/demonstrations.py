@@ -75,7 +75,7 @@ def tokenize_conversation(tokenizer, messages, tools=None, first=0, stops=(), st
     nobody knows it.
 
     stops: ids that end a turn, besides the tokenizer's eos. stop_strings: sampling.stop. Raises DataError if the chat
-    template does not begin a message with its own generation prompt."""
+    template does not begin a message with its own generation prompt, unless it is text alone."""
     stops = {*stops, tokenizer.eos_token_id} - {None}
 
     def text_of(part, **more):
@@ -87,9 +87,14 @@ def tokenize_conversation(tokenizer, messages, tools=None, first=0, stops=(), st
     for turn, i in enumerate(answers):
         prompt = text_of(messages[:i], add_generation_prompt=True)
         whole = text_of(messages[: i + 1])
-        is_continued = whole.startswith(prompt)
-        ensure(is_continued, f"the chat template does not begin message {i} with its own generation prompt")
-        text, is_ended = up_to_string(whole[len(prompt) :], stop_strings)
+        answer = whole[len(prompt) :]
+        if not whole.startswith(prompt):
+            # DeepSeek-R1's prompt opens a thought, which its template takes away from answers. Plain text is what the
+            # policy said; how it said a call, or a thought that is a field of its own, nobody knows then.
+            answer = messages[i].get("content")
+            is_plain = isinstance(answer, str) and not (messages[i].get("tool_calls") or messages[i].get("reasoning"))
+            ensure(is_plain, f"the chat template does not begin message {i} with its own generation prompt")
+        text, is_ended = up_to_string(answer, stop_strings)
         ids = up_to_stop(continuation(tokenizer, prompt, text), stops)
         if not (is_ended or (ids and ids[-1] in stops)):
             ids = ids + stop_after(i, messages, text_of, tokenizer, stops)
@@ -99,14 +104,19 @@ def tokenize_conversation(tokenizer, messages, tools=None, first=0, stops=(), st
 
 
 def stop_after(i, messages, text_of, tokenizer, stops):
-    """Returns the id, in a list, with which the policy ends message i if the template writes no stop token after it, as
-    GLM's: the next message begins with that. If it does not, it is the tokenizer's eos, if there is one."""
-    so_far = [*messages[:i], {"role": "assistant", "content": "."}]  # a template may drop thoughts of earlier turns
+    """Returns the id, in a list, with which the policy ends message i if its text has no stop token: the one that the
+    template writes after another answer. If it writes none, as GLM's, the next message begins with it. Otherwise it is
+    the tokenizer's eos, if there is one."""
+    so_far = [*messages[:i], {"role": "assistant", "content": "."}]
+    text = text_of(so_far)
+    before, dot, after = text.rpartition(".")
+    ids = up_to_stop(continuation(tokenizer, before + dot, after), stops)
+    if ids and ids[-1] in stops:
+        return ids[-1:]
     followers = [{"role": "user", "content": "."}]
     if messages[i].get("tool_calls"):
         followers.insert(0, {"role": "tool", "content": "."})
     for follower in messages[i + 1 : i + 2] + followers:
-        text = text_of(so_far)
         longer = text_of([*so_far, follower])
         if longer.startswith(text):
             ids = continuation(tokenizer, text, longer[len(text) :])
