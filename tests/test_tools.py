@@ -1,6 +1,8 @@
 """tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server. Also
 tools/show.py and tmux.sh."""
 
+import asyncio
+import functools
 import json
 import math
 import os
@@ -10,13 +12,21 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import openai
 import pytest
 from conftest import ROOT, all_batches, free_port, lines, make_sequences, run_trainer, write_run
 from plain_server import PlainServer
 from safetensors.numpy import load_file, save_file
+from scripted import play
 
+from configs.environments.judge import Judge
+from configs.environments.parsers import ThinkParser
+from configs.environments.rubrics import GroupRubric
+from configs.environments.scoring import score
+from configs.environments.tools import ToolEnv
 from configs.models import toy
 from configs.runtime.role import CONFIG, DATA, RunError
+from env import DataError, Rubric, SingleTurnEnv
 from orchestrator import save_batch
 from tools import evaluate, show
 from tools.evaluate import pass_at, wilson
@@ -73,6 +83,28 @@ def test_rules_of_thumb(tmp_path, models, capsys):
         evaluate.main([str(toml), "--eval", *args])
     out = capsys.readouterr().out
     assert "too hard: no reward in 12 attempts" in out and {body["model"] for body in server.bodies} == {"m"}
+
+
+def test_a_report_says_what_the_mean_is_with_lost_rollouts_as_0(tmp_path, models, capsys):
+    """Right answers alone have a reward, here every other: a mean over what was scored is 1."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "none_if_wrong" }')
+    count = iter(range(99))
+    with PlainServer(lambda body: "ad"[next(count) % 2]) as server:
+        args = ["--base-url", server.url, "--model", "m", "--n", "3", "--rollouts-per-example", "4"]
+        evaluate.main([str(toml), "--eval", *args])
+    out = capsys.readouterr().out
+    assert "avg@4 1.000 " in out and "avg@4 0.500 with 6 lost rollouts as 0 (over 3 examples)" in out
+    assert "warning: think_env: 50 % of the rollouts were lost" in out and "mean 1.000, but 0.500 with lost" in out
+
+
+@pytest.mark.parametrize("groups, advice", [
+    ([[0.0, 0.05]] * 6, "too hard: the best of 12 rewards is 0.05, and those of an example hardly differ. Begin"),
+    ([[0.1, 0.4]] * 6, "too hard, if a reward of 1 can be reached: none in 12 attempts, the best is 0.4"),
+    ([[0.0, 1.0], [0.5, 0.5]] * 3, "50% of the examples have rewards that differ"),
+])  # fmt: skip
+def test_what_rewards_say_about_a_task(groups, advice):
+    solved = [float(max(group) == 1) for group in groups]
+    assert advice in evaluate.advise(groups, {"pass@k": sum(solved) / 6, "reward/mean": 0.25}, 2)
 
 
 def test_eval_with_tools_turns_and_text(tmp_path, models, capsys):
@@ -237,6 +269,102 @@ def test_intervals_and_pass_at_k():
     assert low == pytest.approx(0, abs=1e-12) and 0.15 < high < 0.17
     assert pass_at(2, [[1, 0, 0, 0]])[0] == pytest.approx(0.5) and pass_at(1, [[1, 0], [0, 0]])[0] == 0.25
     assert pass_at(2, [[1, 0.5], [0, 0], [2]]) == (0.5, 2)  # the third has too few
+
+
+# --- what tasks import ------------------------------------------------------------------------------------------------
+
+
+def test_servers_on_this_machine_are_asked_without_a_proxy(toml, monkeypatch, capsys):
+    """But others by it."""
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("no_proxy", "")
+    with PlainServer(lambda body: "<score>7</score>") as server:
+        for url in (server.url, server.url.replace("127.0.0.1", "localhost")):
+            scores = Judge(["a"], url, max_retries=0).judge("q", "a", "")
+            assert asyncio.run(scores) == 0.7
+        evaluate.main([str(toml), "--eval", "--base-url", server.url, "--n", "1"])
+    assert "lost to errors 0" in capsys.readouterr().out
+    with pytest.raises(openai.APIConnectionError):
+        asyncio.run(Judge(["a"], "http://judge.example/v1", max_retries=0, timeout=5).judge("q", "a", ""))
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("a</think>b", 1.0), ("\na\n</think>\n\nb", 1.0), ("<think>a</think>b", 0.0), ("a</think>", 0.0), ("a", 0.0),
+])  # fmt: skip
+def test_the_format_of_a_thought_that_the_prompt_opens(text, expected):
+    parser = ThinkParser(prompt_opens_thought=True)
+    assert parser.get_format_reward_func()(say(text)) == expected and parser.parse("a</think>b") == "b"
+
+
+class Shelf:
+    """Finds books.
+
+    Args:
+        title: of the book
+    """
+
+    def __init__(self, books):
+        self.books = books
+
+    async def __call__(self, title: str, state):
+        return f"{self.books[title]} {state['answer']}"
+
+
+def search(index: dict, most: int, *, query: str, secret: object = None) -> str:
+    """Searches.
+
+    Args:
+        query: what to look for
+        most: at most so many
+    """
+    return f"{index[query]} {most} {secret}"
+
+
+def undescribed(a: int):
+    """Says nothing of a."""
+
+
+@pytest.mark.parametrize("tool, name, arguments, said", [
+    (functools.partial(search, {"a": 1}, secret=object), "search", {"query": "a", "most": 2}, "1 2 <class 'object'>"),
+    (functools.partial(search, {}, 3, secret=None), "search", {"query": "a"}, "error: KeyError: 'a'"),
+    (Shelf({"b": 2}), "Shelf", {"title": "b"}, "2 4"),
+    (functools.partial(Shelf({"b": 2}), "b"), "Shelf", {}, "2 4"),
+])  # fmt: skip
+def test_a_partial_or_an_object_is_a_tool(tool, name, arguments, said):
+    env = ToolEnv([{"question": "q", "answer": "4"}], [tool], rubric=Rubric())
+    about = env.tools[0]["function"]
+    assert about["name"] == name and about["parameters"]["properties"].keys() >= arguments.keys()
+    assert not about["parameters"]["properties"].keys() & {"state", "secret", "index"}
+    call = {"id": "1", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    state, _, _ = play(env, env.dataset[0], {"role": "assistant", "content": "", "tool_calls": [call]}, "done")
+    assert state["completion"][1]["content"] == said
+
+
+@pytest.mark.parametrize("tools, problem", [
+    ([undescribed], "tool 'undescribed': .* no description for the argument 'a'; a tool needs type hints"),
+    ([functools.partial(lambda a: a)], "tool '<lambda>': .* no docstring"),
+    ([Shelf({}), Shelf({})], "two tools are called 'Shelf'"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_tool_is_said(tools, problem):
+    with pytest.raises(DataError, match=problem):
+        ToolEnv([{"question": "q"}], tools)
+
+
+def test_rows_with_one_prompt_are_told_apart_by_columns():
+    def right(completion, answer):
+        return float(completion[-1]["content"] == answer)
+
+    def share(completions):
+        return [1 / len(completions)] * len(completions)
+
+    rows = [{"question": "q", "answer": "1"}, {"question": "q", "answer": "2"}]
+    env = SingleTurnEnv(rows, rows[:1], rubric=GroupRubric([right, share], [1.0, 0.5]))
+    with pytest.raises(DataError, match=r"prompts\[1\] is in several rows, which differ in answer"):
+        score(env, ["q2", "q"], ["2", "2"], info=[{}, {}])
+    # Each row is a group of its own, however often it is among the rows. A new answer replaces both.
+    assert score(env, ["q", "q"], ["2", "2"], answer=["2", "1"]) == [1.5, 0.5]
+    assert score(env, ["q", "q"], ["2", "2"], answer=["3", "2"]) == [0.5, 1.5]
 
 
 # --- reading rollouts -------------------------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
+import types
 from collections import Counter
 
 import pytest
@@ -14,6 +16,7 @@ from conftest import ROOT
 from configs import DEFAULTS, load_config
 from configs.environments.scoring import score
 from configs.models import toy as tiny_model
+from configs.runtime.role import CONFIG, RunError
 from env import load_environment
 
 TOYS = ["alphabet_sort", "gsm8k", "judge_style", "math_python", "reasoning_gym", "reverse_text", "reverse_vf",
@@ -91,12 +94,13 @@ ref_sync_steps = 5
 
 def test_the_warm_up_uses_no_setting_of_the_reinforcement_learning(tmp_path, monkeypatch):
     commands = []
+    popen = subprocess.Popen
 
-    def run(command):
+    def start(command, **options):
         commands.append(command)
-        return subprocess.CompletedProcess(command, returncode=0)
+        return popen(["true"], **options)
 
-    monkeypatch.setattr(tiny_model.subprocess, "run", run)
+    monkeypatch.setattr(tiny_model.subprocess, "Popen", start)
     (tmp_path / "quick.toml").write_text(f"model = 'm'\nmax_seq_len = 600\n[env]\nid = 'quick'\n[trainer]\n{RL}\n")
     final = tiny_model.warm_up(tmp_path / "quick.toml", tmp_path, 7, ["trainer.learning_rate=2e-4"])
     assert final == tmp_path / "warmup-replay-cispo" / "final"
@@ -107,6 +111,34 @@ def test_the_warm_up_uses_no_setting_of_the_reinforcement_learning(tmp_path, mon
         assert getattr(cfg.trainer, name) == DEFAULTS[f"trainer.{name}"], name
     assert cfg.run.max_steps == 7 and cfg.run.max_seq_len == 600 and cfg.trainer.learning_rate == 2e-4
     assert cfg.run.origin == str(tmp_path / "quick.toml")
+
+
+def test_progress_on_the_console_and_all_of_it_in_the_log(capsys):
+    steps = [f"step {i:5d} | loss {10 - i / 10:.3g} | kl 0 | seconds 0.1\n" for i in range(95)]
+    tiny_model.show_progress(["[trainer] ready\n", *steps], 95)
+    rows = capsys.readouterr().out.splitlines()
+    told = [row for row in rows if row.startswith("time: ")]
+    assert len(told) == 10 and told[0] == "time: warm-up: 10 of 95 steps are done, loss 9.1"
+    assert [row for row in rows if row not in told] == ["    [trainer] ready", *("    " + s[:-1] for s in steps)]
+
+
+def test_what_the_model_says_of_unseen_demonstrations(tmp_path, capsys):
+    """All tokens are equally likely to a model whose head is 0."""
+    tokenizer = tiny_model.make_tokenizer()
+    tiny_model.make_model(tmp_path, tokenizer, layers=1, hidden=64)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.nn.init.zeros_(policy.lm_head.weight)
+    policy.save_pretrained(tmp_path)
+    talks = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": text}] for text in ("", "b")]
+    whole, tokens = tiny_model.rates(tmp_path, talks)
+    size = len(tokenizer)
+    assert tokens == pytest.approx(1 / size) and whole == pytest.approx((1 / size + 1 / size**2) / 2)
+    task = types.SimpleNamespace(demonstrations=lambda num: talks)
+    tiny_model.report_rates(tmp_path, task, talks[:1])
+    said = "result: warm-up: 0.000 of 1 unseen demonstrations are answered exactly as shown, and 0.010 of their tokens"
+    assert said in capsys.readouterr().out
+    tiny_model.report_rates(tmp_path, task, talks)
+    assert "has none that was not trained on" in capsys.readouterr().out
 
 
 def test_demonstrations_are_imitated_and_nothing_of_them_is_left_to_the_policy_gradient(tmp_path, monkeypatch):
@@ -147,11 +179,68 @@ def test_prepare_tells_what_is_wrong_with_the_task_and_makes_nothing(prepare, ov
     assert not model.parent.exists()
 
 
+def test_the_readmes_own_toy(tmp_path):
+    """The module of configs/models/README.md."""
+    text = (ROOT / "configs" / "models" / "README.md").read_text()
+    task = types.ModuleType("doubled")
+    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], vars(task))
+    talks = task.demonstrations(task.WARM_UP_STEPS * 64 + 256)
+    env = task.load_environment()
+    questions = [talk[0]["content"] for talk in talks] + [row["question"] for row in env.dataset + env.eval_dataset]
+    assert len(set(questions)) == len(questions) > len(talks)
+    tokenizer = tiny_model.make_tokenizer(task.TOKENS)
+    for talk in talks[:100]:
+        (s,) = tiny_model.tokenize_conversation(tokenizer, talk)
+        assert tokenizer.unk_token_id not in s["tokens"] and sum(s["mask"]) <= 24
+        assert score(env, [env.dataset[0]["question"]], [env.dataset[0]["answer"]]) == [1.0]
+
+
+def test_a_model_is_made_again_if_its_task_has_changed(prepare, tmp_path, monkeypatch, capsys):
+    """Or a module that the task imports, or the script. launch.py finds that out with sha256sum alone."""
+    monkeypatch.delitem(sys.modules, "quick", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "quick_words.py").write_text("")
+    (tmp_path / "quick.py").write_text("import quick_words\n" + TASK)
+    model = tmp_path / "models" / "quick"
+    made = []
+
+    def warm_up(config, work, steps, more):
+        made.append(steps)
+        (work / "final").mkdir()
+        return work / "final"
+
+    monkeypatch.setattr(tiny_model, "warm_up", warm_up)
+    monkeypatch.setattr(tiny_model, "report_rates", lambda *_: None)
+
+    def is_stale():
+        tiny_model.main([str(tmp_path / "quick.toml")])
+        found = subprocess.getoutput(f"cd {ROOT} && LC_ALL=C sha256sum -c {str(model)!r}/made_from")
+        assert ": OK" in found and len(list(model.parent.iterdir())) == 1
+        return "FAILED" in found
+
+    for file in (None, "quick.py", "quick_words.py"):
+        if file:
+            with open(tmp_path / file, "a") as f:
+                f.write("# changed\n")
+            found = subprocess.getoutput(f"cd {ROOT} && LC_ALL=C sha256sum -c {str(model)!r}/made_from")
+            assert f"{tmp_path / file}: FAILED" in found and "configs/models/toy.py: OK" in found
+        num = len(made)
+        assert not is_stale() and not is_stale()
+        assert len(made) == num + 1 and "is up to date" in capsys.readouterr().out
+    assert "configs/tasks/reverse_text.py" in (model / "made_from").read_text()  # which the task imports
+    (model / "made_from").unlink()  # a model of the user's
+    with pytest.raises(RunError, match="exists and has no file made_from") as e:
+        tiny_model.main([str(tmp_path / "quick.toml")])
+    assert e.value.code == CONFIG and model.exists()
+
+
 @pytest.mark.slow
 @pytest.mark.long
 def test_prepare_makes_the_model_and_leaves_nothing_else(prepare):
     done, model = prepare()
     assert done.returncode == 0, done.stderr
+    told = " of 64 unseen demonstrations are answered exactly as shown"
+    assert "time: warm-up: 2 of 2 steps are done" in done.stdout and told in done.stdout
     assert [path.name for path in model.parent.iterdir()] == ["quick"]
     assert transformers.AutoModelForCausalLM.from_pretrained(model).dtype == torch.float32
     assert transformers.AutoTokenizer.from_pretrained(model).chat_template == tiny_model.TEMPLATE

@@ -89,6 +89,9 @@ def rollout(reward, truncated=False, error="KeyError"):
     ([[0.0] * 4] * 3, ["too hard: nothing is solved", "all rewards are equal in 3 of 3 groups; raise"]),
     ([[1.0, 0.9]] * 3, ["too easy: 95 % is solved (limit 80 %), reward 0.950"]),
     ([[-2.0, -3.0], [-2.5, -2.0]], []),
+    ([[0.0, 0.05], [0.01, 0.004]], ["too hard: nothing is solved, and rewards hardly differ within groups (by 0.014)"]),
+    ([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.0]], []),  # a quarter is solved
+    ([[0.1, 0.3], [0.2, 0.4]], []),  # nothing is, but which answers are better is clear
     ([[0.5] * 4] * 3, ["raise orchestrator.rollouts_per_example"]),
     ([[None, None]], ["2 of 2 rollouts were lost: KeyError"]),
     ([[1.0, None], [1.0, 1.0]], ["1 of 4 rollouts were lost: KeyError"]),  # and not: too easy
@@ -99,6 +102,12 @@ def test_the_judgment_names_the_key_to_change(groups, failing, capsys):
     failed = printed(capsys, "check: FAIL task: ")
     assert is_ok == (not failing) and len(failed) == len(failing)
     assert all(any(text in row for row in failed) for text in failing)
+
+
+def test_a_task_of_which_nothing_is_solved_is_not_called_just_right(capsys):
+    assert advice.judge("task", [[rollout(0.1), rollout(0.3)]])
+    (row, _, _) = printed(capsys, "check: PASS task: ")
+    assert "nothing is solved, but rewards differ within groups: reward 0.200" in row
 
 
 def test_the_judgment_sees_what_is_cut_off_and_tolerates_a_few_lost(capsys):
@@ -143,6 +152,18 @@ def test_a_warning_comes_once_until_it_is_over_and_not_for_one_bad_step(tmp_path
     assert [row.split(":")[1] for row in printed(capsys, "warning: ")] == [" steps 0 to 9", " steps 40 to 49"]
     far = dict.fromkeys([*KL, "policy/kl_sampler"], 5.0)
     assert not advice.warnings([step_line(i, **(far if i == 4 else KL)) for i in range(10)])
+
+
+def test_an_evaluation_that_lost_rollouts_warns_once_until_it_is_over(tmp_path, capsys):
+    """Five in a hundred may be. A policy that fails on hard rows would look better: they count in no mean."""
+    run = write_steps(tmp_path, [])
+    about = {"env": "task", "rows": [0.5] * 50, "k": 2, "reward/mean": 0.5, "reward/lost_as_0": 0.4}
+    lost = enumerate([5, 6, 7, 0, 6])
+    append(run / "eval.jsonl", [about | {"step": 10 * i, "errors": errors} for i, errors in lost])
+    watch.main([str(run)])
+    rows = printed(capsys, "warning: ")
+    assert re.findall(r"evaluation (\d+) of task: . % of", " ".join(rows)) == ["10", "40"]
+    assert all("mean 0.500, but 0.400 with lost ones as 0" in row for row in rows)
 
 
 # --- following --------------------------------------------------------------------------------------------------------
@@ -229,6 +250,32 @@ def test_the_steps_that_a_run_will_do_are_those_after_its_checkpoint(tmp_path, c
     (run / "checkpoints" / "step_000008").mkdir()
     watch.Watch(run, "", False).begin()
     assert "m, all 8 steps are done, " in capsys.readouterr().out
+
+
+def test_a_run_that_is_done_has_no_steps_to_do(tmp_path, capsys):
+    """Also without a checkpoint, or with the last one before its end."""
+    config = "[orchestrator]\nbatch_size = 4\nrollouts_per_example = 2\n[eval]\nevery = 0\n"
+    run = write_steps(tmp_path, range(8), config=config)
+    watch.main([str(run), "--once"])
+    assert "all 8 steps are done, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("seconds, is_live, steps", [
+    (4, True, [9, 17, 25, 33]),  # not more often than every 30 s
+    (60, True, [4, 8, 12, 16, 20, 24, 28, 32, 36]),  # nor than at each tenth
+    (60, False, []),  # nothing is left of it
+    (0.1, True, []),
+])  # fmt: skip
+def test_the_time_left_is_told_now_and_then(seconds, is_live, steps, tmp_path, capsys):
+    run = write_steps(tmp_path, [])
+    (run / "config.toml").write_text("max_steps = 40\n")
+    following = watch.Watch(run, "", is_live)
+    append(run / "metrics.jsonl", [step_line(i, time=1e9 + i * seconds) for i in range(40)])
+    following.look(False)
+    rows = printed(capsys, "time: ")
+    assert [int(re.match(r"time: (\d+) of 40 steps are done, ", row)[1]) for row in rows] == steps
+    assert seconds != 60 or not steps or rows[0].endswith(" 36:00 left")
+    assert watch.clock(3599.7) == "1:00:00" and watch.clock(59.2) == "0:59"
 
 
 def test_half_a_line_of_its_own_is_cut_off_and_a_damaged_one_is_named(tmp_path):

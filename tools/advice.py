@@ -10,6 +10,8 @@ SLOW = 0.15  # of the time: whatever takes more than this, besides training, has
 SAME_KL = 0.05  # nats between two engines with the same weights, which agree far better
 STALE_KL = 0.1  # nats between versions
 LOST = 0.05  # of the rollouts: if more are lost to errors, the rest says little about the task
+HALF = 0.5  # on the scale from 0 to 1 a lower reward counts as not solved
+EQUAL = 0.05  # on that scale the rewards of a group hardly differ if they deviate less, on average over the groups
 
 
 def say(text):
@@ -53,7 +55,7 @@ def judge(name, groups):
     rewards = []
     for group in groups:
         rewards.append([r["reward"] for r in group if r["reward"] is not None])
-    is_right = judge_difficulty(name, sum(rewards, []), causes)
+    is_right = judge_difficulty(name, rewards, causes)
     is_varied = judge_variance(name, rewards)
     cut = sum(r["truncated"] for r in rollouts) / len(rollouts)
     what = f"{name}: {percent(cut)} of the rollouts are cut off (limit 50 %)"
@@ -62,19 +64,40 @@ def judge(name, groups):
     return is_right and is_varied and is_whole
 
 
-def judge_difficulty(name, rewards, causes):
-    """Is the task neither too hard nor too easy? causes: by what rollouts were lost, or ""."""
+def judge_difficulty(name, groups, causes):
+    """Is the task neither too hard nor too easy? groups: lists of rewards. causes: what lost rollouts, or ""."""
+    rewards = sum(groups, [])
     solved = share_solved(rewards)
     mean = sum(rewards) / len(rewards)
     about = f"reward {mean:.3f} ({min(rewards):.3g} to {max(rewards):.3g}) of {len(rewards)} rollouts"
     about += f", {causes}" if causes else ""
+    remedy = "take easier rows (env.args), a stronger model, a finer reward, or demonstrations first"
     if solved <= 0:
-        remedy = "take easier rows (env.args), a stronger model, a finer reward, or demonstrations first"
         return report_check(False, f"{name}: too hard: nothing is solved, {about}", remedy)
+    if is_hopeless(groups):
+        what = f"nothing is solved, and rewards hardly differ within groups (by {spread(groups):.3f})"
+        return report_check(False, f"{name}: too hard: {what}, {about}", remedy)
     if solved >= 0.8:
         remedy = 'take harder rows (env.args), or orchestrator.order = "orders:Difficulty" and retire_after'
         return report_check(False, f"{name}: too easy: {percent(solved)} is solved (limit 80 %), {about}", remedy)
+    if is_unsolved(rewards):
+        return report_check(True, f"{name}: nothing is solved, but rewards differ within groups: {about}")
     return report_check(True, f"{name}: neither too hard nor too easy: {about}")
+
+
+def is_unsolved(rewards):
+    """Whether all rewards are between 0 and HALF: none is likely to be a solution. On another scale nobody knows."""
+    return min(rewards) >= 0 and max(rewards) < HALF
+
+
+def spread(groups):
+    """The standard deviation of the rewards in a group, on average over the groups."""
+    return statistics.mean(statistics.pstdev(group) for group in groups if group)
+
+
+def is_hopeless(groups):
+    """Whether nothing is solved, and rewards say next to nothing about which of a group's answers is better."""
+    return is_unsolved(sum(groups, [])) and spread(groups) < EQUAL
 
 
 def share_solved(rewards):
@@ -149,6 +172,17 @@ def lost(lines):
     keys = set().union(*lines)
     kinds = sorted(key.removeprefix("error/") for key in keys if key.startswith("error/"))
     return f"{percent(share)} of the rollouts are lost to errors ({', '.join(kinds)}): see error in rollouts.jsonl"
+
+
+def lost_in_evaluation(what, num_lost, num, mean, as_zero=None):
+    """What is wrong if an evaluation lost too many of its rollouts, or "". as_zero: the mean with lost ones as 0."""
+    if num_lost <= LOST * num:
+        return ""
+    means = f"mean {mean:.3f}" if as_zero is None else f"mean {mean:.3f}, but {as_zero:.3f} with lost ones as 0"
+    return (
+        f"{what}: {percent(num_lost / num)} of the rollouts were lost and count in no mean, which looks better the "
+        f"more hard rows are lost ({means}): mend the errors, or raise orchestrator.generation_timeout"
+    )
 
 
 def kl_by_staleness(lines):

@@ -24,13 +24,17 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 from configs.algorithms.evaluation import eval_metrics
+from configs.environments.judge import http_client
+from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_conversation, tokenize_text
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
-from env import load_environment, load_rows
+from env import DataError, load_environment, load_rows
 from orchestrator import Reply, means, run_group, save_batch
+from tools.advice import is_hopeless, lost_in_evaluation
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
 
+EASIER = "Begin with easier rows, demonstrations or a stronger model."
 SOLVED = 1 - 1e-6  # in floats 0.7 + 0.2 + 0.1 is below 1
 
 
@@ -73,7 +77,8 @@ async def connect(args, cfg):
     hint = "where is the server? Give --base-url, OPENAI_BASE_URL, inference.urls or inference.port"
     require(url, CONFIG, hint)
     options = {"base_url": url, "api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": 5}
-    client = openai.AsyncOpenAI(timeout=cfg.orchestrator.generation_timeout, **options)
+    options |= {"timeout": cfg.orchestrator.generation_timeout, "http_client": http_client()}
+    client = openai.AsyncOpenAI(**options)
     if args.model:
         return client, args.model
     try:
@@ -84,10 +89,16 @@ async def connect(args, cfg):
         raise RunError(CONFIG, what) from None
 
 
+def with_stop_string(text, choice):
+    """The text with the string of sampling.stop that ended it, as training has it. Only vLLM says which it was."""
+    reason = getattr(choice, "stop_reason", None)
+    return text + reason if isinstance(reason, str) else text
+
+
 def message_of(choice):
     """The message of a chat completion, with the fields that the next prompt must repeat."""
     reply = choice.message
-    message = {"role": "assistant", "content": reply.content or ""}
+    message = {"role": "assistant", "content": with_stop_string(reply.content or "", choice)}
     for key in ("reasoning", "reasoning_content"):
         text = getattr(reply, key, None)
         if text:
@@ -104,7 +115,7 @@ def make_ask(client, model, sampling):
     async def ask(prompt, tools=None, user=""):
         if isinstance(prompt, str):
             reply = await client.completions.create(model=model, prompt=prompt, **sampling)
-            message = reply.choices[0].text
+            message = with_stop_string(reply.choices[0].text, reply.choices[0])
         else:
             more = {"tools": tools} if tools else {}
             reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
@@ -202,6 +213,15 @@ def pass_at(k, groups):
     return mean, len(chances)
 
 
+def mean_with_lost_as_zero(groups):
+    """The mean over the examples of their rollouts' mean reward, in which a lost rollout has 0."""
+    means = []
+    for group in groups:
+        rewards = [r.reward or 0.0 for r in group]
+        means.append(sum(rewards) / len(rewards))
+    return sum(means) / len(means)
+
+
 def print_report(name, groups, k, seconds):
     rollouts = sum(groups, [])
     errors = Counter(r.error for r in rollouts if r.error)
@@ -214,6 +234,10 @@ def print_report(name, groups, k, seconds):
     metrics = eval_metrics(groups)
     value = with_interval(metrics["reward/mean"], eval_statistics(metrics["rows"])["ci95"])
     print(f"  avg@{k} {value} (95 %, over {len(scored)} examples)")
+    num_lost = sum(r.reward is None for r in rollouts)
+    as_zero = mean_with_lost_as_zero(groups)
+    if num_lost:
+        print(f"  avg@{k} {as_zero:.3f} with {num_lost} lost rollouts as 0 (over {len(groups)} examples)")
     powers = {2**i for i in range(k.bit_length())}
     for size in sorted(powers | {k}):
         share, n = pass_at(size, scored)
@@ -226,6 +250,9 @@ def print_report(name, groups, k, seconds):
     print("  " + ", ".join(f"{key} {value:.3f}" for key, value in functions.items()))
     causes = f" {dict(errors)}" if errors else ""
     print(f"  truncated {metrics['truncated']:.3f}, lost to errors {errors.total()}{causes}, {seconds:.0f} s")
+    warning = lost_in_evaluation(name, num_lost, len(rollouts), metrics["reward/mean"], as_zero)
+    if warning:
+        print(f"  warning: {warning}")
     advice = advise(scored, metrics, k)
     if advice:
         print(f"  {advice}")
@@ -235,10 +262,13 @@ def advise(scored, metrics, k):
     """Whether the task is one to learn from; "" if that cannot be said. scored: the rewards of each example."""
     num = sum(map(len, scored))
     varied = sum(len(set(rewards)) > 1 for rewards in scored) / len(scored)
-    if num >= 10 and max(map(max, scored)) <= 0:
-        return f"too hard: no reward in {num} attempts. Begin with easier rows, demonstrations or a stronger model."
+    best = max(map(max, scored))
+    if num >= 10 and best <= 0:
+        return f"too hard: no reward in {num} attempts. {EASIER}"
+    if num >= 10 and k > 1 and is_hopeless(scored):
+        return f"too hard: the best of {num} rewards is {best:.3g}, and those of an example hardly differ. {EASIER}"
     if num >= 10 and metrics["pass@k"] == 0:
-        return f"too hard, if a reward of 1 can be reached: none in {num} attempts."
+        return f"too hard, if a reward of 1 can be reached: none in {num} attempts, the best is {best:.3g}."
     if metrics["reward/mean"] >= 0.8:
         return "too easy: above 0.8 little is left to learn. Take harder rows."
     if k > 1:
@@ -249,24 +279,16 @@ def advise(scored, metrics, k):
 # --- batches from other people's text, or from --generate -------------------------------------------------------------
 
 
-def to_sequences(line, tokenizer, cfg):
+def to_sequences(line, tokenizer, stops, cfg):
     """Returns the training sequences of one conversation. For a base model, prompt and completion are text."""
-    from configs.models.toy import tokenize_conversation
-
-    if not isinstance(line["prompt"], str):
-        messages = line["prompt"] + line["completion"]
-        first = len(line["prompt"])  # answers in the prompt are not the policy's
-        return tokenize_conversation(tokenizer, messages, line.get("tools"), first, **cfg.sampling.chat_template_kwargs)
-    prompt = tokenizer.encode(line["prompt"])
-    answer = tokenizer.encode("".join(line["completion"]))
-    answer = [token for token in answer if token != tokenizer.bos_token_id] + [tokenizer.eos_token_id]
-    sequence = {
-        "tokens": prompt + answer,
-        "mask": [0] * len(prompt) + [1] * len(answer),
-        "old_logp": [0.0] * len(prompt) + [math.nan] * len(answer),  # nobody knows it
-        "turn": [0] * (len(prompt) + len(answer)),
-    }
-    return [sequence]
+    prompt = line["prompt"]
+    if isinstance(prompt, str):
+        text = "".join(line["completion"])
+        return tokenize_text(tokenizer, prompt, text, stops, cfg.sampling.stop, bool(line.get("truncated")))
+    messages = prompt + line["completion"]
+    first = len(prompt)  # answers in the prompt are not the policy's
+    more = {"stop_strings": cfg.sampling.stop} | cfg.sampling.chat_template_kwargs
+    return tokenize_conversation(tokenizer, messages, line.get("tools"), first, stops, **more)
 
 
 def check_line(line, where):
@@ -297,11 +319,11 @@ def load_tokenizer(cfg):
     return tokenizer
 
 
-def as_rollout(line, tokenizer, cfg):
+def as_rollout(line, tokenizer, stops, cfg):
     """A line with its sequences and the number of its turns, and its reward as training would have it.
 
     Nobody knows where a truncated completion was cut, and it never said its end: it only shapes the baseline."""
-    sequences = to_sequences(line, tokenizer, cfg)
+    sequences = to_sequences(line, tokenizer, stops, cfg)
     turns = set()
     for s in sequences:
         turns.update(s["turn"])
@@ -339,14 +361,19 @@ def is_flat(group, cfg):
 def read_groups(path, min_reward, is_imitation, cfg):
     """Returns groups, each a list of the rollouts of one example, and how many lines were left out, by reason."""
     tokenizer = load_tokenizer(cfg)
+    stops = stop_ids(cfg.run.model, tokenizer)
     groups = {}
     left_out = Counter()
     for i, line in enumerate(load_rows(path, str(path))):
         if line.get("error"):
             left_out["failed"] += 1
             continue
-        check_line(line, f"{path}: line {i + 1}")
-        rollout = as_rollout(line, tokenizer, cfg)
+        where = f"{path}: line {i + 1}"
+        check_line(line, where)
+        try:
+            rollout = as_rollout(line, tokenizer, stops, cfg)
+        except DataError as e:
+            raise RunError(DATA, f"{where}: {e}") from e
         why = why_left_out(rollout, min_reward, is_imitation, cfg)
         if why:
             left_out[why] += 1
@@ -379,8 +406,6 @@ def to_batches(groups, size):
 
 def sequences_of(batch, is_imitation, cfg):
     """The training sequences of a batch. Demonstrations have weights `ce` instead of a `mask`, and no reward."""
-    from configs.models.toy import as_demonstration
-
     sequences = []
     for number, group in batch:
         for i, rollout in enumerate(group):

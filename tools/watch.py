@@ -7,7 +7,7 @@ On stdout it reports what is new in a live run, and everything in one that is do
     rollout     one from every show_every steps
     eval:       how much an evaluation gained on the first one, with 95 % intervals
     warning:    what someone should change, and how; again only if its cause had disappeared in between
-    time:       at the end, where the time went
+    time:       now and then how much is left, and at the end where the time went
     result:     at the end, what was learned, and how to serve and evaluate it
 and a progress bar on a terminal. Into the run directory it writes watch.jsonl (percentiles of the reward, KL by
 staleness, and the numbers of each environment of a mix), curves.png after each evaluation, and what a tracker makes. It
@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.runtime.directory import redacted
 from configs.serving.flags import as_flags
-from tools.advice import WINDOW, judge, say, server_pages, warnings, where_time_goes
+from tools.advice import WINDOW, judge, lost_in_evaluation, say, server_pages, warnings, where_time_goes
 from tools.show import (
     Lines,
     as_messages,
@@ -44,6 +44,7 @@ from tools.show import (
     with_interval,
 )
 
+PAUSE = 30  # s between two lines that report the time left
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as vLLM names them
 
 # --- following files --------------------------------------------------------------------------------------------------
@@ -225,6 +226,13 @@ def commands(run, config):
     return shlex.join(serve), shlex.join(evaluate)
 
 
+def clock(seconds):
+    """Seconds as minutes:seconds, or hours:minutes:seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -246,8 +254,12 @@ class Watch:
         self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
         self.window = deque(maxlen=WINDOW)
         self.warned = {}
+        self.losing = set()  # environments whose last evaluation lost many rollouts
         self.seconds = Counter()
+        self.is_live = is_live
         self.start = None  # the first step reported
+        self.tenths = 0  # of the run, when the time left was last reported
+        self.told = 0.0  # when that was
         self.is_drawn = True
         self.drawn = time.monotonic()  # when curves.png was
         overrides = os.environ.get("ROLEMODEL_OVERRIDES", "")  # the launcher's: the servers of this run
@@ -314,7 +326,7 @@ class Watch:
             for kind in found.keys() - self.warned.keys():
                 say(f"warning: steps {step + 1 - WINDOW} to {step}: {found[kind]}")
             self.warned = found
-        self.show_bar(line)
+        self.report_progress(line)
 
     def add_evaluation(self, line):
         """Adds to an evaluation what its rows say: the reward's interval, and the gain over the first evaluation."""
@@ -323,6 +335,8 @@ class Watch:
         first = self.first_rows.setdefault(env, line["rows"])
         found = eval_statistics(line["rows"], first)
         self.track("add_evaluation", line | found)
+        if step >= self.first:
+            self.warn_of_lost(line)
         if step == 0:
             return
         reward = line["reward/mean"]
@@ -333,17 +347,37 @@ class Watch:
         if step > self.first and gain:
             say(f"eval {step} | {env}: reward {with_interval(reward, found['ci95'])}{gain}")
 
-    def show_bar(self, line):
+    def warn_of_lost(self, line):
+        """Warns if an evaluation lost many rollouts, unless the environment's last one did as well."""
+        what = f"evaluation {line['step']} of {line['env']}"
+        num = len(line["rows"]) * line.get("k", 1)
+        as_zero = line.get("reward/lost_as_0")
+        text = lost_in_evaluation(what, line.get("errors", 0), num, line["reward/mean"], as_zero)
+        if text and line["env"] not in self.losing:
+            say(f"warning: {text}")
+        self.losing.discard(line["env"])
+        if text:
+            self.losing.add(line["env"])
+
+    def report_progress(self, line):
+        """Shows a bar on a terminal, and reports the time left: at most at each tenth of the run and every PAUSE."""
         num = self.config.get("max_steps")
         self.start = self.start or line
+        began = max(self.told, self.start["time"])
         steps = line["step"] - self.start["step"]
-        if not (num and sys.stderr.isatty() and steps > 0):
-            return
         done = line["step"] + 1
-        left = (num - done) * (line["time"] - self.start["time"]) / steps
-        bar = "#" * (done * 30 // num)
-        sys.stderr.write(f"\r[{bar:<30}] {done}/{num}  {left // 60:.0f}:{left % 60:02.0f} left \r")
-        sys.stderr.flush()
+        if not (num and self.is_live and 0 < steps and done < num):
+            return
+        left = clock((num - done) * (line["time"] - self.start["time"]) / steps)
+        if sys.stderr.isatty():
+            bar = "#" * (done * 30 // num)
+            sys.stderr.write(f"\r[{bar:<30}] {done}/{num}  {left} left \r")
+            sys.stderr.flush()
+        tenths = 10 * done // num
+        if tenths > self.tenths and line["time"] - began >= PAUSE:
+            say(f"time: {done} of {num} steps are done, {left} left")
+            self.tenths = tenths
+            self.told = line["time"]
 
     def draw(self):
         from tools.plot import plot
@@ -382,6 +416,8 @@ class Watch:
         size = f"{o['batch_size']} rollouts each, in groups of {o['rollouts_per_example']}"
         # Steps after the last checkpoint are trained again.
         done = max((int(path.name[5:]) for path in self.run.glob("checkpoints/step_??????")), default=0)
+        if not self.is_live and (self.run / "done").exists():
+            done = int((self.run / "done").read_text())
         num = config["max_steps"]
         steps = f"steps {done} to {num - 1}" if done < num else f"all {num} steps are done"
         say(f"run: {config['model']}, {steps}, {size}, {evaluated}; files in {self.run}")

@@ -25,6 +25,17 @@ Explain your reasoning, then score from 0 to 10:
 NUMBER = r"(-?(?:\d+(?:\.\d*)?|\.\d+))"
 
 
+LOOPBACK = ("all://127.0.0.1", "all://localhost", "all://[::1]")
+
+
+def http_client():
+    """Returns openai's HTTP client, which asks servers on this machine directly even if http_proxy is set: a proxy
+    elsewhere cannot reach them."""
+    import openai
+
+    return openai.DefaultAsyncHttpxClient(mounts=dict.fromkeys(LOOPBACK))
+
+
 class JudgeReplyError(ValueError):
     """The judge answered without a score in range. Lost connections and refusals raise openai's own errors."""
 
@@ -75,7 +86,10 @@ class Judge:
         if not (url or self.own_client):
             raise ValueError("Judge: give a base_url; the policy's own server exists only while training")
         key = os.environ.get("OPENAI_API_KEY") or "none"
-        self.client = self.own_client or openai.AsyncOpenAI(base_url=url, api_key=key, **self.options)
+        self.client = self.own_client
+        if not self.client:
+            options = self.options | {"http_client": http_client()}
+            self.client = openai.AsyncOpenAI(base_url=url, api_key=key, **options)
         self.slots = asyncio.Semaphore(self.max_concurrent)
         self.loop = asyncio.get_running_loop()
 

@@ -49,13 +49,22 @@ class Parser:
 
 
 class ThinkParser(Parser):
-    """Parses the text after </think>. Without it there is nothing to parse: an unfinished thought is no answer."""
+    """Parses the text after </think>. Without it there is nothing to parse: an unfinished thought is no answer.
+
+    prompt_opens_thought: the chat template ends a prompt with <think>, as DeepSeek-R1's does, so that the policy never
+    writes it: the format then asks for none."""
+
+    def __init__(self, extract_fn=unchanged, prompt_opens_thought=False):
+        super().__init__(extract_fn)
+        self.prompt_opens_thought = prompt_opens_thought
 
     def parse(self, text):
         answer = text.rpartition("</think>")[2].strip() if "</think>" in text else ""
         return self.extract_fn(answer)
 
     def follows_format(self, text):
+        if self.prompt_opens_thought:
+            text = f"<think>{text}"
         thought, end, answer = text.strip().partition("</think>")
         is_thought = thought.startswith("<think>") and thought.count("<think>") == 1
         is_answer = answer.strip() != "" and "think>" not in answer

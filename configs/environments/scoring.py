@@ -8,34 +8,58 @@ import asyncio
 import json
 import traceback
 
-from env import DataError
+from env import ensure
 
 
 def score(env, prompts, completions, **columns):
     """Returns a reward for each text or conversation, or None if it could not be scored.
 
-    Completions of the same prompt form a group, for functions that see groups. Without columns, a prompt is looked up
-    in the environment's rows; raises DataError if no row has it."""
+    Completions of the same prompt form a group, for functions that see groups. A prompt is looked up in the
+    environment's rows, and columns replace what its row has. Raises DataError if no row has the prompt and there are no
+    columns, or if several have it and the columns do not say which is meant."""
     return asyncio.run(score_all(env, prompts, completions, columns))
 
 
 async def score_all(env, prompts, completions, columns):
-    rows = {}
+    rows = {}  # {key of the prompt: its rows}
     for row in [*env.dataset, *(env.eval_dataset or [])]:
-        rows[key_of(row.get("prompt") or row["question"])] = row
-    groups = {}  # {key of the prompt: [(position in the result, state)]}
+        rows.setdefault(key_of(row.get("prompt") or row["question"]), []).append(row)
+    groups = {}  # {(key of the prompt, its row as text): [(position in the result, state)]}
     for i, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         key = key_of(prompt)
         given = {name: column[i] for name, column in columns.items()}
-        row = rows.get(key, {}) | given
-        if not row:
-            raise DataError(f"prompts[{i}] is in no row of the environment, and no columns were given: {key[:200]}")
-        state = state_of(env, row, prompt, completion)
-        groups.setdefault(key, []).append((i, state))
+        found = rows.get(key, [])
+        same = [row for row in found if row.get("prompt") == prompt]  # with the same system prompt
+        row = choose(same or found, given, f"prompts[{i}]", key[:200])
+        state = state_of(env, row | given, prompt, completion)
+        groups.setdefault((key, text_of(row)), []).append((i, state))
     rewards = [None] * len(prompts)
     for group in groups.values():
         await score_group(env, group, rewards)
     return rewards
+
+
+def choose(rows, given, where, prompt):
+    """Returns which of a prompt's rows is meant: the one that agrees with the given columns, or any if they replace all
+    that differs. Without rows it is {}."""
+    ensure(rows or given, f"{where} is in no row of the environment, and no columns were given: {prompt}")
+    if not rows:
+        return {}
+    agreeing = [row for row in rows if text_of(row) == text_of(row | given)]
+    first, *others = agreeing or rows
+    names = set()
+    for other in others:
+        differing = [name for name in first | other if text_of(first.get(name)) != text_of(other.get(name))]
+        names.update(differing)
+    names = sorted(names - given.keys())
+    ensure(
+        not names, f"{where} is in several rows, which differ in {', '.join(names)}: give that as a column: {prompt}"
+    )
+    return first
+
+
+def text_of(value):
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def state_of(env, row, prompt, completion):

@@ -18,7 +18,7 @@ import json
 import pydantic
 from transformers.utils import get_json_schema
 
-from env import MultiTurnEnv, call, ensure, parameters
+from env import DataError, MultiTurnEnv, ensure, in_thread, parameters
 
 UNREADABLE = "error: the tool call is not valid JSON with a name and arguments"
 
@@ -27,16 +27,26 @@ class ToolEnv(MultiTurnEnv):
     """The policy calls Python functions. Results go back to it as text, and so does whatever goes wrong with a call.
 
     Each function needs type hints and a docstring that describes its arguments (see configs/tasks/wiki_search.py). An
-    argument named `state` gets the rollout's state, and the policy does not see it. vLLM parses the calls; for Qwen it
-    needs inference.args = { enable_auto_tool_choice = true, tool_call_parser = "hermes" }."""
+    argument named `state` gets the rollout's state, and the policy does not see it. A tool may also be a
+    functools.partial, which has its function's name and hides the arguments it sets, or an object with __call__, which
+    has its class's name. vLLM parses the calls; for Qwen it needs
+    inference.args = { enable_auto_tool_choice = true, tool_call_parser = "hermes" }.
+
+    Raises DataError for a tool without what its schema needs, and for two tools of one name."""
 
     def __init__(self, dataset, tools, max_turns=8, max_output=8192, call_tag="<tool_call>", **kwargs):
         super().__init__(dataset, max_turns, **kwargs)
         self.max_output = max_output
         self.call_tag = call_tag
-        self.functions = {function.__name__: function for function in tools}
-        self.checks = {function.__name__: seen_by_policy(function) for function in tools}
-        self.tools = [get_json_schema(seen) for seen in self.checks.values()]
+        self.functions = {}
+        self.checks = {}
+        self.tools = []
+        for tool in tools:
+            name = name_of(tool)
+            ensure(name not in self.functions, f"two tools are called {name!r}: give one a function of its own")
+            self.functions[name] = tool
+            self.checks[name] = seen_by_policy(tool)
+            self.tools.append(schema_of(name, self.checks[name]))
 
     def is_completed(self, messages, state):
         last = messages[-1]
@@ -68,18 +78,51 @@ class ToolEnv(MultiTurnEnv):
         given = json.loads(function["arguments"] or "{}")
         ensure(name in self.functions, f"there is no tool {name!r}, only {', '.join(self.functions)}")
         arguments = self.checks[name](**given)
-        return str(await call(self.functions[name], **arguments, state=state))
+        tool = self.functions[name]
+        if "state" in parameters(tool).keys() - getattr(tool, "keywords", {}).keys():
+            arguments["state"] = state
+        return str(await in_thread(tool, **arguments))
 
 
-def seen_by_policy(function):
-    """A tool as the policy sees it, without `state`: this function checks its arguments and returns them as a dict."""
+def inner(tool):
+    """What a functools.partial calls in the end; any other tool itself."""
+    while isinstance(tool, functools.partial):
+        tool = tool.func
+    return tool
+
+
+def name_of(tool):
+    """The name of a tool's function, or of its class."""
+    return getattr(inner(tool), "__name__", type(inner(tool)).__name__)
+
+
+def seen_by_policy(tool):
+    """A tool as the policy sees it, without `state` and what a partial sets: this function checks its arguments and
+    returns them as a dict."""
+    function = inner(tool)
+    doc = function.__doc__
+    if not hasattr(function, "__name__"):  # an object: its class may describe the arguments in place of __call__
+        function = function.__call__
+        doc = function.__doc__ or doc
 
     @functools.wraps(function)
     def seen(**given):
         return given
 
+    hidden = {"state", *getattr(tool, "keywords", {})}
+    visible = [parameter for name, parameter in parameters(tool).items() if name not in hidden]
     hints = function.__annotations__
-    seen.__annotations__ = {name: hint for name, hint in hints.items() if name not in ("state", "return")}
-    visible = [parameter for name, parameter in parameters(function).items() if name != "state"]
+    seen.__annotations__ = {p.name: hints[p.name] for p in visible if p.name in hints}
     seen.__signature__ = inspect.Signature(visible)
+    seen.__name__ = name_of(tool)
+    seen.__doc__ = doc
     return pydantic.validate_call(seen)
+
+
+def schema_of(name, seen):
+    """The JSON schema that goes to the server. Raises DataError if type hints or parts of the docstring are missing."""
+    try:
+        return get_json_schema(seen)
+    except Exception as e:  # Transformers has a type for each kind
+        needs = "a tool needs type hints, and a docstring with a line for each argument under Args:"
+        raise DataError(f"tool {name!r}: {e}; {needs}") from e

@@ -2,11 +2,15 @@
 
 It is a Qwen3 of about 1M parameters whose chat template has one token per role. trainer.py --replay warms it up on the
 task's demonstrations(): enough to get some answers right, so that RL has something to reinforce. launch.sh runs this
-script, a TOML's `prepare`, if the model's directory does not exist yet."""
+script, a TOML's `prepare`, if the model's directory does not exist yet. README.md, beside this file, says what a task
+of your own needs for it."""
 
+import hashlib
 import importlib
-import json
+import inspect
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,12 +22,18 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import DEFAULTS, arguments, load_config, to_toml
+from configs.models.demonstrations import (  # others find them here
+    as_demonstration,
+    as_template_sees,  # noqa: F401
+    tokenize_conversation,
+)
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, require, run_role
 from env import load_environment
-from orchestrator import extend_or_fork, save_batch
+from orchestrator import save_batch
 
 BATCH_SIZE = 64  # demonstrations per step of the warm-up
 WARM_UP_STEPS = 95  # unless the task says otherwise
+NUM_TESTED = 64  # unseen demonstrations on which the model is tested
 # Tool calls are written as Qwen writes them, which vLLM's "hermes" parser reads. The tools' schemas are left out: at
 # one token per character they would fill most of the prompt, and the warm-up has shown the model which tools exist.
 TEMPLATE = (
@@ -98,57 +108,6 @@ def make_model(path, tokenizer, layers=4, hidden=128, tied=False, seed=0, vocab=
     tokenizer.save_pretrained(path)
 
 
-def tokenize_conversation(tokenizer, messages, tools=None, first=0, **template_kwargs):
-    """Turns a conversation that our policy did not sample into training sequences as orchestrator.py makes them. mask
-    is 1 on the assistant's messages from number `first` on; each of them is a turn.
-
-    old_logp is nan, since nobody knows it. What a template writes after the end-of-sequence token (mostly a newline)
-    is not masked: the policy never has to write it."""
-
-    def ids_of(part, **more):
-        part = [as_template_sees(message) for message in part]
-        return tokenizer.apply_chat_template(part, tools=tools, return_dict=False, **template_kwargs, **more)
-
-    sequences = []
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i >= first]
-    for turn, i in enumerate(answers):
-        prompt_ids = ids_of(messages[:i], add_generation_prompt=True)
-        ids = ids_of(messages[: i + 1])
-        if ids[: len(prompt_ids)] != prompt_ids:
-            raise ValueError(f"the chat template does not begin message {i} with its own generation prompt")
-        ids = ids[len(prompt_ids) :]
-        if tokenizer.eos_token_id in ids:
-            ids = ids[: ids.index(tokenizer.eos_token_id) + 1]
-        extend_or_fork(sequences, prompt_ids, ids, [float("nan")] * len(ids), turn)
-    return sequences
-
-
-def as_demonstration(sequence):
-    """The same sequence, to be imitated: its loss tokens get ce = 1, and none is left to the policy gradient."""
-    weights = [float(is_loss) for is_loss in sequence["mask"]]
-    return sequence | {"ce": weights, "mask": [0] * len(weights)}
-
-
-def as_template_sees(message):
-    """A message in OpenAI's format as vLLM hands it to the chat template: arguments of tool calls are objects."""
-    message = dict(message)
-    if message.get("reasoning"):
-        message["reasoning_content"] = message["reasoning"]
-    if message.get("tool_calls"):
-        message["tool_calls"] = [with_object(call) for call in message["tool_calls"]]
-    return message
-
-
-def with_object(call):
-    """A tool call with its arguments parsed from JSON; if they are not a JSON object, they become an empty one."""
-    try:
-        value = json.loads(call["function"]["arguments"])
-    except json.JSONDecodeError:
-        value = {}
-    value = value if isinstance(value, dict) else {}
-    return call | {"function": call["function"] | {"arguments": value}}
-
-
 def load_task(cfg):
     """Returns the first environment's module, after it has loaded every environment: fail now, not after minutes.
 
@@ -202,28 +161,112 @@ def warm_up(config, work, steps, more):
     file = work / "warmup.toml"
     file.write_text(to_toml(cfg))
     command = [sys.executable, str(ROOT / "trainer.py"), str(file), *more, "--replay", str(work / "batches")]
-    code = subprocess.run(command).returncode
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
+        show_progress(process.stdout, steps)
+    code = process.returncode
     exit_code = code if code in (CONFIG, DATA, NUMERICS, STORAGE) else DIED
     require(code == 0, exit_code, f"the warm-up of the toy model ended with exit code {code}")
     return work / f"warmup-replay-{DEFAULTS['trainer.loss']}" / "final"
 
 
+def show_progress(output, steps):
+    """Prints the trainer's lines, indented, since the console shows those that begin with `step`: they would look like
+    the run's. At each tenth of the steps it prints a line for the console."""
+    for line in output:
+        print(f"    {line}", end="", flush=True)
+        found = re.match(r"step +(\d+) \| (loss \S+)", line)
+        if found:
+            done = int(found[1]) + 1
+            if done * 10 // steps > (done - 1) * 10 // steps:
+                print(f"time: warm-up: {done} of {steps} steps are done, {found[2]}", flush=True)
+
+
+def rates(model, talks):
+    """What a model has learned from other demonstrations than these: how likely it says all answers of one exactly as
+    shown, on average, and how many of their tokens. Both for sampling at temperature 1 after what is shown before."""
+    import torch
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    by_talk = []
+    by_token = []
+    for talk in talks:
+        total = 0.0
+        for sequence in tokenize_conversation(tokenizer, talk):
+            ids = torch.tensor(sequence["tokens"])
+            is_said = torch.tensor(sequence["mask"][1:]) > 0
+            with torch.no_grad():
+                logits = policy(ids[None, :-1]).logits[0]
+            logp = logits.log_softmax(-1).gather(1, ids[1:, None])
+            said = logp[is_said, 0]
+            total += said.sum().item()
+            by_token += said.exp().tolist()
+        by_talk.append(math.exp(total))
+    return sum(by_talk) / len(by_talk), sum(by_token) / len(by_token)
+
+
+def report_rates(model, task, demonstrations):
+    """Prints what the model does on demonstrations that it was not trained on."""
+    seen = set(map(str, demonstrations))
+    more = task.demonstrations(len(demonstrations) + 4 * NUM_TESTED)
+    unseen = [talk for talk in more if str(talk) not in seen][-NUM_TESTED:]
+    if not unseen:
+        print("result: warm-up: demonstrations() has none that was not trained on, so the model was not tested")
+        return
+    whole, tokens = rates(model, unseen)
+    shown = (
+        f"{whole:.3f} of {len(unseen)} unseen demonstrations are answered exactly as shown, and {tokens:.3f} of their"
+    )
+    print(f"result: warm-up: {shown} tokens (at temperature 1, each token after the right ones before it)", flush=True)
+
+
+def checksums(task, make):
+    """What a model is made from, as sha256sum writes it: this folder, the script, and the task's module, with what it
+    has imported from its own folder and from configs/tasks/. Paths start at the repository's directory."""
+    files = {Path(inspect.getsourcefile(make)).resolve()}
+    folders = [Path(task.__file__).resolve().parent, ROOT / "configs" / "tasks", ROOT / "configs" / "models"]
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "").resolve()
+        if path.parent in folders and path.is_file():
+            files.add(path)
+    text = ""
+    for path in sorted(files):
+        name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+        text += f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n"
+    return text
+
+
 def main(argv, make=make_model, more=()):
-    """argv: config.toml [table.key=value ...]; makes the directory `model`. more: overrides of the warm-up."""
+    """argv: config.toml [table.key=value ...]; makes the directory `model`, or makes it again if it was made from other
+    code. more: overrides of the warm-up.
+
+    The file `made_from` in it holds checksums: `sha256sum -c` in the repository's directory says FAILED if the code has
+    changed since."""
     cfg = arguments(__doc__, argv)
     task = load_task(cfg)
     problem = f"prepare = {cfg.run.prepare!r}: {task.__name__} has no demonstrations() to warm a model up on"
     require(hasattr(task, "demonstrations"), CONFIG, problem)
+    model = Path(cfg.run.model)
+    made_from = checksums(task, make)
+    file = model / "made_from"
+    is_ours = file.exists() or not model.exists()
+    require(is_ours, CONFIG, f"model = {cfg.run.model!r} exists and has no file made_from: remove it to make it again")
+    if file.exists() and file.read_text() == made_from:
+        print(f"{model} is up to date")
+        return
     steps = getattr(task, "WARM_UP_STEPS", WARM_UP_STEPS)
     demonstrations = task.demonstrations(steps * BATCH_SIZE)
 
-    model = Path(cfg.run.model)
     work = Path(f"{model}.work")
     shutil.rmtree(work, ignore_errors=True)
     tokenizer = make_tokenizer(getattr(task, "TOKENS", ()))
     make(work / "random", tokenizer)
     write_demonstrations(work / "batches", tokenizer, demonstrations)
     final = warm_up(cfg.run.origin, work, steps, more)
+    report_rates(final, task, demonstrations)
+    (final / "made_from").write_text(made_from)
+    shutil.rmtree(model, ignore_errors=True)  # one from other code
     os.rename(final, model)
     shutil.rmtree(work)
 
