@@ -126,9 +126,8 @@ def check_row(row):
     if isinstance(row.get("prompt"), list):
         row = row | {"prompt": without_none(row["prompt"])}
     prompt = row.get("prompt") or row.get("question")
-    is_messages = isinstance(row.get("prompt"), list) and all(isinstance(m, dict) and "role" in m for m in prompt)
     is_text = isinstance(prompt, str) and prompt
-    ensure(is_text or is_messages, "needs a question (text) or a prompt (messages or text)")
+    ensure(is_text or are_messages(row.get("prompt")), "needs a question (text) or a prompt (messages or text)")
     if "info" not in row:
         return row
     info = row["info"] or {}
@@ -144,10 +143,8 @@ def without_none(x):
     return [without_none(item) for item in x] if isinstance(x, list) else x
 
 
-def ensure_messages(function, messages):
-    """Raises DataError unless they are a list of dicts with a role."""
-    is_list = isinstance(messages, list) and all(isinstance(m, dict) and "role" in m for m in messages)
-    ensure(is_list, f"{name_of(function)} returned {str(messages)[:200]!r}, not a list of messages")
+def are_messages(x):
+    return isinstance(x, list) and all(isinstance(m, dict) and "role" in m for m in x)
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -171,10 +168,11 @@ def finite(function, value):
 
 def checked_score(function, result):
     """(reward, {name: value}) of a rubric as floats. Raises DataError if it is anything else."""
-    is_pair = isinstance(result, tuple | list) and len(result) == 2 and isinstance(result[1], dict)
+    is_pair = isinstance(result, tuple) and len(result) == 2
     ensure(is_pair, f"{name_of(function)} returned {str(result)[:200]}, not (reward, {{name: value}})")
     reward, metrics = result
-    return finite(function, reward), {str(name): finite(function, value) for name, value in metrics.items()}
+    numbers = {str(name): finite(function, value) for name, value in metrics.items()}
+    return finite(function, reward), numbers
 
 
 class Rubric:
@@ -285,7 +283,7 @@ class MultiTurnEnv(SingleTurnEnv):
             if isinstance(reply, tuple):
                 reply, new = reply
                 state.update(new)
-            ensure_messages(self.env_response, reply)
+            ensure(are_messages(reply), f"env_response returned {str(reply)[:200]!r}, not a list of messages")
             state["completion"] = state["completion"] + reply
 
 

@@ -165,7 +165,9 @@ def look_around(cfg, args, tmp):
     gpus = re.findall("[^,]+", visible) if numbers else []
     cpus = len(os.sched_getaffinity(0))
     sizes = [path.stat().st_size for path in Path(cfg.run.model).glob("*")]
-    size = max(sizes, default=-1)
+    # Sums of the code that `prepare` made the model from.
+    is_stale = "FAILED" in subprocess.getoutput(f"LC_ALL=C sha256sum -c {shlex.quote(cfg.run.model)}/made_from")
+    size = -1 if is_stale else max(sizes, default=-1)
     return Machine(gpus, cpus, choose_ports(cfg.inference), tmp, size, dict(os.environ), args)
 
 
@@ -278,8 +280,7 @@ def supervise(cfg, run_dir, waiting, logs):
         while waiting and ("[orchestrator] ready" in heard or not processes):
             role = waiting.pop(0)
             path = f"{run_dir}/logs/{role.name}.log"
-            if role.name != "prepare":  # whose many steps would hide the run's
-                logs.append(open(path, "a+b"))  # at its end
+            logs.append(open(path, "a+b"))  # at its end
             process = start(role, path)
             processes[role.name] = process
             watched[os.pidfd_open(process.pid)] = (role.name, process.pid)

@@ -195,9 +195,9 @@ def check_fields(sequence):
             ensure(name not in METADATA, f"a field may not be called {name!r}, nor any of {sorted(METADATA)}")
             array = np.asarray(values, DTYPES.get(name, np.float32))
             ensure(array.shape == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
-            is_weight = name in ("mask", "ce")
-            is_right = not is_weight or (not array[:1].any() and np.isfinite(array).all())
-            ensure(is_right, f"field {name!r} must be finite, and 0 at a sequence's first token")
+            if name in ("mask", "ce"):
+                is_right = np.isfinite(array).all() and not array[:1].any()
+                ensure(is_right, f"field {name!r} must be finite, and 0 at a sequence's first token")
             sequence[name] = array
 
 
@@ -475,7 +475,8 @@ def append_rollouts(path, step, groups):
     lines = []
     for group in groups:
         for i, r in enumerate(group.rollouts):
-            line = {"step": step, "version": min(r.versions, default=None)} | metadata_of(group, i)
+            version = min(r.versions, default=None)
+            line = {"step": step, "version": version} | metadata_of(group, i)
             talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer", "info")}
             try:
                 text = json.dumps(line | talk, default=str)

@@ -38,7 +38,7 @@ import torch
 from aiohttp import web
 from safetensors.torch import load_file
 
-from configs.models.toy import as_template_sees
+from configs.models.demonstrations import as_template_sees
 from trainer import LoRALinear, WeightReceiver
 
 FAKE = json.loads(os.environ.get("FAKE", "{}"))

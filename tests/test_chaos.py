@@ -16,7 +16,7 @@ import orchestrator
 import trainer
 from configs import load_config
 from configs.environments.rubrics import GroupRubric
-from configs.models.toy import as_template_sees
+from configs.models.demonstrations import as_template_sees
 from configs.runtime.role import RunError
 from env import MultiTurnEnv, Truncated
 

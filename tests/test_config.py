@@ -276,6 +276,14 @@ MUTANTS = {  # override -> what the error must name
     "orchestrator.order=shuffled": "'orchestrator.order'.*module:class",
     "env=3": "'env' = 3: unknown",
     "run_name=/tmp/elsewhere": "run_name' = '/tmp/elsewhere'.*directory",
+    "eval.max_tokens=64": "eval.max_tokens' = 64: must be below max_seq_len = 64",
+    'orchestrator.sampling.stop=["a", "b", "c", "d", "e"]': "sampling.stop'.*at most four strings",
+    'orchestrator.sampling.stop=[""]': "sampling.stop'.*none of them empty",
+    "orchestrator.sampling.top_p=0": "sampling.top_p' = 0.0: must be above 0",
+    "trainer.use_lora=true\ninference.args.api_server_count=2": "use_lora' = True: must be false with .*api_serve",
+    "trainer.loss=no_such:f": "trainer.loss' = 'no_such:f': there is no module 'no_such'",
+    "trainer.loss=losses:gsp": "trainer.loss' = 'losses:gsp': .*losses.py does not define 'gsp'",
+    "orchestrator.order=orders:Difficult": "order' = 'orders:Difficult': .*orders.py does not define 'Difficult'",
 }
 
 
@@ -294,6 +302,38 @@ def test_launch_refuses_within_seconds(override, tmp_path):
     seconds = time.monotonic() - started
     assert done.returncode == 2 and override.split("=")[0].split(".")[-1] in done.stderr.splitlines()[-1]
     assert seconds < 6 and not (tmp_path / "out").exists()
+
+
+def test_names_are_found_without_importing_a_module(tmp_path):
+    """A module may be slow to import, need a GPU, or make its names as it is imported."""
+    for code, problem in {
+        "import no_such_module\ndef f(): pass": "",
+        "def g(): pass": "mine.*does not define 'f'",
+        "def f(:": "mine.*line 1: invalid syntax",
+        "from somewhere import *": "",
+        "globals()['f'] = 3": "",
+        "f = 3": "",
+    }.items():
+        name = f"mine_{abs(hash(code))}"
+        (tmp_path / f"{name}.py").write_text(code)
+        if problem:
+            with pytest.raises(RunError, match=problem) as e:
+                load(tmp_path, BASE.format(model="m"), f"trainer.loss={name}:f")
+            assert e.value.code == 2
+        else:
+            load(tmp_path, BASE.format(model="m"), f"trainer.loss={name}:f")
+
+
+def test_paths_are_absolute_once_and_a_mark_is_no_key(tmp_path, monkeypatch):
+    """User code may change the working directory; some editors begin a file with a byte order mark."""
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "some.toml").write_bytes(b"\xef\xbb\xbf" + BASE.format(model="m").encode())
+    cfg = configs.load_config("some.toml", ["output_dir=~/runs"])
+    assert cfg.run.output_dir == f"{tmp_path}/runs" and cfg.run.model == f"{tmp_path}/m"
+    assert cfg.flat["output_dir"] == "~/runs" and cfg.flat["model"] == "m"
+    assert configs.load_config("some.toml", ["model=org/name"]).run.model == "org/name"
 
 
 def test_overrides_add_to_open_tables(tmp_path):

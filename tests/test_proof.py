@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 README = (ROOT / "README.md").read_text()
 TASK = ["configs/reverse_text.toml", "configs/tasks/reverse_text.py", "configs/models/toy.py"]
+TASK.append("configs/models/demonstrations.py")
 
 
 def core():

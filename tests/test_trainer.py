@@ -26,6 +26,7 @@ from configs.algorithms import reference
 from configs.models import toy
 from configs.runtime.directory import identity
 from configs.runtime.role import RunError
+from configs.serving import adapters
 from orchestrator import save_batch
 
 CPU = torch.device("cpu")
@@ -577,6 +578,27 @@ def test_temperatures_are_not_rounded_in_bf16(make_cfg, tmp_path):
     assert seen[0].dtype == torch.float32 and set(seen[0].tolist()) == {torch.tensor(0.6).item()}
 
 
+def test_gradients_in_fp16_keep_their_direction_however_many_tokens_a_step_has(make_cfg, tmp_path, monkeypatch):
+    """4M tokens, and a residual stream of 50, as large models have. Divided by the tokens, gradients would be below
+    what fp16 can hold: the embedding's cosine would be 0.98."""
+    model = plain_model(make_cfg())
+    weight = model.get_input_embeddings().weight
+    weight.data.mul_(50 / weight.square().mean().sqrt().item())
+    model.save_pretrained(tmp_path / "large")
+    batch = batch_of(tmp_path, make_sequences(32))
+    monkeypatch.setattr(trainer, "count_weights", lambda sequences, weight: 4_000_000 if weight == "mask" else 1)
+    found = []
+    for dtype in ("fp32", "fp16"):
+        cfg = make_cfg(f"trainer.dtype={dtype}", UNCLIPPED, model=tmp_path / "large")
+        policy = trainer.build_policy(cfg)
+        before = {name: trainer.full(p.detach()).clone() for name, p in policy.trained().items()}
+        trainer.train_step(policy, torch.optim.SGD(policy.trained().values(), lr=1e9), batch, 0, cfg)
+        found.append({name: trainer.full(p.detach()) - before[name] for name, p in policy.trained().items()})
+    for name, step in found[0].items():
+        if "layers.0.self_attn" not in name:  # with such inputs its attention hardly matters
+            assert torch.cosine_similarity(step.flatten(), found[1][name].flatten(), 0) > 0.999, name
+
+
 # --- LoRA and the reference -------------------------------------------------------------------------------------------
 
 
@@ -709,6 +731,18 @@ def test_a_replay_of_nothing_is_refused(make_cfg, tmp_path):
     assert e.value.code == 2 and not list(tmp_path.glob("**/*-replay-*"))
 
 
+def test_a_replay_has_the_schedule_of_its_batches_and_says_what_it_leaves_out(make_cfg, tmp_path):
+    """Of 150 steps that are planned, three exist; of three, two are wanted."""
+    keys = ("max_steps=150", "trainer.lr_scheduler_type=linear", "trainer.warmup_steps=10")
+    make_cfg()
+    saved = write_batches(tmp_path / "saved", 4)
+    run_trainer(tmp_path / "test.toml", f"output_dir={tmp_path}", *keys, "--replay", saved)
+    rates = [line["optim/lr"] for line in lines(tmp_path / "test-replay-cispo" / "metrics.jsonl")]
+    assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 0.5e-3])
+    done = run_trainer(tmp_path / "test.toml", f"output_dir={tmp_path}/b", *keys, "max_steps=2", "--replay", saved)
+    assert "warning: max_steps = 2 leaves out 2 of the 4 batches" in done.stdout
+
+
 @pytest.mark.parametrize("override, message", [
     *((f"trainer.{key}=my_los:f", "'my_los:f'.*there is no module 'my_los'")
       for key in ("loss", "importance", "optimizer", "advantage")),
@@ -744,6 +778,68 @@ def loss(micro, logp_N, entropy_N, scale=1.0):
 
 
 @pytest.mark.slow
+def mean_loss(micro, logp_N, entropy_N):
+    return (micro["adv_N"] * logp_N).mean(), {}
+
+
+def number_as_log(micro, logp_N, entropy_N):
+    return micro["adv_N"] * logp_N, {"mine": 1.0}
+
+
+def one_advantage(rewards_G, group):
+    return rewards_G[:1]
+
+
+def no_weights(micro, logp_N):
+    return None
+
+
+class NoClosure(torch.optim.SGD):
+    def step(self):
+        super().step()
+
+
+def no_closure(params, t):
+    return NoClosure(params, lr=0.1)
+
+
+@pytest.mark.parametrize("override, message", [
+    ("trainer.loss=test_trainer:mean_loss", r":mean_loss', loss returned \(\), not a tensor of shape \(\d+,"),
+    ("trainer.loss=test_trainer:number_as_log", r"number_as_log', mine returned 1.0, not a tensor"),
+    ("trainer.advantage=test_trainer:one_advantage", r"one_advantage' returned \(1,\), not a tensor of shape \(4,\)"),
+    ("trainer.importance=test_trainer:no_weights", "no_weights' returned None, not a tensor"),
+])  # fmt: skip
+def test_what_a_hook_returns_is_never_broadcast(override, message, make_cfg, tmp_path):
+    """A loss of one number would count once for each token, an advantage for the first rollout alone."""
+    cfg = make_cfg(override)
+    policy = trainer.build_policy(cfg)
+    with pytest.raises(RunError, match=message) as e:
+        trainer.train_step(policy, adamw(policy), batch_of(tmp_path, make_sequences()), 0, cfg)
+    assert e.value.code == 4
+
+
+def test_an_optimizer_that_could_not_be_resumed_is_refused_at_the_start(make_cfg):
+    cfg = make_cfg("trainer.optimizer=test_trainer:no_closure")
+    with pytest.raises(RunError, match="step.. takes no closure, and could not be resumed") as e:
+        trainer.make_optimizer(trainer.build_policy(cfg), cfg.trainer)
+    assert e.value.code == 2
+
+
+def test_what_is_logged_is_a_mean_over_all_passes(make_cfg, tmp_path):
+    """The clip only works in the second pass, which the first alone would never show."""
+    sequences = make_sequences()
+    for s in sequences:
+        s["old_logp"] = [x if not m else math.nan for x, m in zip(s["old_logp"], s["mask"])]
+    clips, norms = [], []
+    for passes in (1, 2):
+        cfg = make_cfg("trainer.loss=grpo", "trainer.loss_args.epsilon=1e-6", f"trainer.updates_per_batch={passes}")
+        policy = trainer.build_policy(cfg)
+        metrics, _ = trainer.train_step(policy, adamw(policy), batch_of(tmp_path, sequences, offline=True), 0, cfg)
+        clips.append(metrics["policy/clip_frac"])
+        norms.append(metrics["optim/grad_norm"])
+    assert clips[0] == 0.0 and 0.1 < clips[1] <= 0.5 and norms[0] != norms[1]
+
+
 def test_a_hook_that_imports_trainer_gets_the_module_that_runs(make_cfg, tmp_path):
     """A module beside the TOML changes a table and a function of `python trainer.py`; its loss takes an argument."""
     make_cfg()
@@ -1209,3 +1305,62 @@ def test_the_canary_asks_for_the_plain_distribution(make_cfg):
     plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
     assert asked[0] == asked[0] | plain
     assert make_cfg("inference.args.enforce_eager=true").inference.args["generation_config"] == "vllm"
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_in_16_bits_eight_times_as_many_tokens_decide_at_the_limit(is_honest, make_cfg, monkeypatch):
+    """32 tokens of an honest server may be above it by chance."""
+    cfg = make_cfg("trainer.dtype=bf16", 'inference.urls=["http://127.0.0.1:1"]', "max_seq_len=256")
+    policy = trainer.build_policy(cfg)
+    asked = []
+
+    def say(version, rows, num):
+        asked.append(num)
+        ids = [[5] * num for _ in rows]
+        true_N = trainer.score(policy, [row + said for row, said in zip(rows, ids)], num)
+        off = 0.3 if num == 4 or not is_honest else 0.01
+        return list(zip(ids, (true_N + off).view(len(rows), num).tolist()))
+
+    sender = SimpleNamespace(urls=cfg.inference.urls, say=say)
+    if is_honest:
+        assert trainer.canary(sender, policy, 0, cfg, None)["sync/dlogp_mean"] == pytest.approx(0.01, abs=1e-3)
+    else:
+        with pytest.raises(RunError, match="canary after sync of version 0.*may be at most 0.2"):
+            trainer.canary(sender, policy, 0, cfg, None)
+    assert asked == [4, 32]
+
+
+def test_old_batches_go_with_the_checkpoints_that_need_them(trained, make_cfg, tmp_path):
+    cfg = make_cfg("checkpoint.keep_batches=1", "checkpoint.keep=2")
+    policy, optimizer = trained(cfg)
+    (tmp_path / "batches").mkdir()
+    for n in range(12):
+        for name in ("step", "logp"):
+            (tmp_path / "batches" / f"{name}_{n:06d}.safetensors").touch()
+    for step in (4, 8, 12):
+        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
+    left = sorted(path.name for path in (tmp_path / "batches").iterdir())
+    assert left == sorted(f"{name}_{n:06d}.safetensors" for name in ("step", "logp") for n in range(7, 12))
+
+
+def test_an_adapter_that_no_request_can_name_is_removed_where_it_lies(make_cfg, tmp_path):
+    """On the server's machine, which need not be the trainer's."""
+    cfg = make_cfg(*LORA, "trainer.dtype=bf16", "orchestrator.max_staleness=1")
+    for version in range(6):
+        old = adapters.no_longer_named(tmp_path, version, cfg)
+        path = adapters.directory(tmp_path, version, cfg)
+        adapters.write(path, {"a": torch.zeros(1)}, cfg.trainer._asdict(), "m", str(old))
+    assert {path.name[-1] for path in (tmp_path / "adapters").iterdir()} == {"3", "4", "5"}
+
+
+def test_whatever_answers_before_the_server_is_waited_for(make_cfg, tmp_path, monkeypatch):
+    cfg = make_cfg('inference.urls=["http://127.0.0.1:1"]', "inference.startup_timeout=1")
+    sender = trainer.WeightSender(cfg, tmp_path, CPU)
+    good = SimpleNamespace(status_code=200, json=lambda: {"data": [{"id": "mine"}]})
+    replies = [SimpleNamespace(status_code=503, text="<html>starting</html>"), good]
+    monkeypatch.setattr(sender, "http", SimpleNamespace(get=lambda url: replies.pop(0)))
+    assert sender.wait_ready(cfg.inference.urls[0]) == "mine"
+    bad = SimpleNamespace(status_code=502, text="<html>bad gateway")
+    monkeypatch.setattr(sender, "http", SimpleNamespace(get=lambda url: bad))
+    with pytest.raises(RunError, match="502 <html>bad gateway, for inference.startup_timeout = 1 s"):
+        sender.wait_ready(cfg.inference.urls[0])

@@ -18,7 +18,7 @@ import json
 import pydantic
 from transformers.utils import get_json_schema
 
-from env import DataError, MultiTurnEnv, ensure, in_thread, parameters
+from env import DataError, MultiTurnEnv, ensure, in_thread, name_of, parameters
 
 UNREADABLE = "error: the tool call is not valid JSON with a name and arguments"
 
@@ -89,11 +89,6 @@ def inner(tool):
     while isinstance(tool, functools.partial):
         tool = tool.func
     return tool
-
-
-def name_of(tool):
-    """The name of a tool's function, or of its class."""
-    return getattr(inner(tool), "__name__", type(inner(tool)).__name__)
 
 
 def seen_by_policy(tool):

@@ -22,11 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from configs import DEFAULTS, arguments, load_config, to_toml
-from configs.models.demonstrations import (  # others find them here
-    as_demonstration,
-    as_template_sees,  # noqa: F401
-    tokenize_conversation,
-)
+from configs.models.demonstrations import as_demonstration, tokenize_conversation
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, require, run_role
 from env import load_environment
 from orchestrator import save_batch

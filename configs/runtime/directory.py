@@ -43,7 +43,7 @@ def report_changes(run_dir, text):
     path = run_dir / "config.toml"
     old = values_in(path.read_text()) if path.exists() else {}
     new = values_in(text)
-    changed = [key for key in new if key != "allow_changes" and new[key] != old.get(key, new[key])]
+    changed = [key for key in new if new[key] != old.get(key, new[key])]
     for key in changed:
         say(f"run: {key} was {old[key]}, now {new[key]}")
     refused = {"trainer.loss", "trainer.advantage"} & set(changed)
