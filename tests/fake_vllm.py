@@ -278,7 +278,7 @@ class Server(WeightReceiver):
         """What vLLM says to a prompt that is too long, and to tools if it has no parser; otherwise None."""
         length = len(self.ids_of(body))
         room = self.args.max_model_len - length
-        asked = body.get("max_tokens") or 16
+        asked = body.get("max_tokens") or body.get("max_completion_tokens") or 16
         text = ""
         if room < 0 or asked > self.args.max_model_len:
             text = f"This model's maximum context length is {self.args.max_model_len} tokens, not {length} + {asked}"
@@ -293,7 +293,9 @@ class Server(WeightReceiver):
         ids = self.ids_of(body)
         turns = sum(message["role"] == "assistant" for message in body.get("messages", []))
         user = f"{body.get('user', '')} {turns}"
-        most = min(body.get("max_tokens") or 16, self.args.max_model_len - len(ids))
+        most = min(
+            body.get("max_tokens") or body.get("max_completion_tokens") or 16, self.args.max_model_len - len(ids)
+        )
         async with self.lock:
             assert not self.is_asleep
             sample = self.model_runner.sample

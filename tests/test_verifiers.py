@@ -1,9 +1,18 @@
 """Environments of the real verifiers package, wrapped by verifiers_v0.py, against the same written for ours."""
 
+import asyncio
+import functools
+
+import httpx
+import openai
 import pytest
+import vf_envs
 from conftest import all_batches, lines
 from scripted import play
+from verifiers.clients import OpenAIChatCompletionsClient
 
+import orchestrator
+from configs.environments import verifiers_v0
 from configs.environments.scoring import score
 from configs.models import toy
 from configs.runtime.role import RunError
@@ -115,3 +124,52 @@ def test_tools_need_the_servers_parser(run):
     with pytest.raises(RunError, match=message) as e:
         run(1, env, "orchestrator.max_error_share=0.2", fake={"no_parser": True})
     assert e.value.code == 4
+
+
+def seen_in(state):
+    """What environments and rewards of verifiers may read of a rollout."""
+    turns = []
+    for step in state["trajectory"]:
+        response = step["response"]
+        turns.append((response.usage, response.message.finish_reason, response.message.is_truncated, response.model))
+        turns.append((step["is_truncated"], [dict(message) for message in step["completion"]], step["extras"]))
+    found = {
+        key: state.get(key) for key in ("is_completed", "is_truncated", "stop_condition", "error", "usage", "model")
+    }
+    found |= {"turns": turns, "tools": state["tool_defs"], "answer": state["answer"], "info": state["info"]}
+    found["messages"] = [dict(message) for message in [*state["prompt"], *state["completion"]]]
+    return found | {"timing": sorted(dict(state["timing"])), "keys": sorted(state), "metrics": sorted(state["metrics"])}
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
+def test_environments_see_what_verifiers_own_client_shows_them(kind, stop, make_cfg, fake_servers, monkeypatch):
+    """The same answers of one server, through verifiers' client and through ours: whether they were cut, usage, finish
+    reasons, limits, tools, timing. Only the names of the model and of the answers differ."""
+    url = fake_servers()
+    httpx.post(f"{url}/fake", json={"stop": stop})
+    monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
+    cfg = make_cfg(f'inference.urls=["{url}"]', "orchestrator.sampling.max_tokens=6")
+
+    async def theirs(env, row):
+        client = OpenAIChatCompletionsClient(openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none"))
+        state = await env.rollout(
+            row, client, "run", {"max_tokens": 6, "temperature": 1.0, "extra_body": {"user": "0"}}
+        )
+        await env.rubric.score_rollout(state)
+        return state
+
+    async def ours(env, row):
+        client = orchestrator.Client(cfg)
+        ask = functools.partial(orchestrator.sample, client, 0, user="0")
+        rollout = await orchestrator.run_rollout(env, row, ask, 0, cfg)
+        await client.session.close()
+        assert not rollout.error and rollout.truncated == (not stop)
+        return rollout.state["verifiers"]
+
+    plain = vf_envs.load_environment(kind)
+    env = verifiers_v0.wrap(vf_envs.load_environment(kind))
+    one = seen_in(asyncio.run(theirs(plain, dict(plain.get_dataset()[3]))))
+    two = seen_in(asyncio.run(ours(env, env.dataset[3])))
+    assert one.pop("model") == "run" and two.pop("model") == "policy"
+    assert one == two and one["is_truncated"] == (not stop)

@@ -297,6 +297,24 @@ def test_rollouts_are_token_exact(template, temperature, connect, monkeypatch, t
     assert_same_logp(policy, [s | {"temperature": temperature} for r in rollouts for s in r.sequences], tmp_path)
 
 
+def test_turns_that_end_with_a_string_or_hold_special_tokens_do_not_fork(connect):
+    """A string of sampling.stop stays in the text as it is in the ids; with skip_special_tokens = false rewards and the
+    next prompt have special tokens as well. By default the latter fork, and so does a string that ends inside a
+    token, whose rest the text lacks: none of these does."""
+    stop = ("orchestrator.sampling.max_tokens=8", 'orchestrator.sampling.stop=["Q", "%", "7", "ZZ"]')
+    shown = "orchestrator.sampling.skip_special_tokens=false"
+    for keys, may_fork in (((*stop, shown), False), (stop, True)):
+        cfg, policy, sender = connect("fp32", *keys)
+        trainer.sync_weights(sender, policy, 0, cfg)
+        rollouts = rollouts_of(cfg, {"kind": "turns", "num_turns": 3}, n=24)
+        assert not any(r.error for r in rollouts) and {is_plain(r) for r in rollouts} == {True, False}
+        assert all(forks(r) == 0 for r in rollouts if is_plain(r) or not may_fork)
+        assert any(forks(r) for r in rollouts) == may_fork
+        turns = [m["content"] for r in rollouts for m in r.state["completion"] if m["role"] == "assistant"]
+        whys = [reply["choices"][0]["stop_reason"] for r in rollouts for reply in r.state["replies"]]
+        assert all(text.endswith(why) for text, why in zip(turns, whys) if isinstance(why, str)) and "Q" in whys
+
+
 def double(a: int) -> str:
     """Double a number.
 
