@@ -76,13 +76,16 @@ def set_handler(number, handler, set_handler=signal.signal):
 async def in_thread(function, /, *args, **given):
     """Calls it in a thread, where slow code delays nobody, and awaits what it returns if that is awaitable."""
 
-    def work():  # as a generator: a StopIteration, which would hang a future, becomes a RuntimeError (PEP 479)
+    def work():
         THREAD.problem = ""
-        value = function(*args, **given)
+        try:
+            value = function(*args, **given)
+        except (StopIteration, GeneratorExit) as e:  # asyncio would take them for its own
+            raise RuntimeError(f"{name_of(function)} raised {e!r}").with_traceback(e.__traceback__) from e
         ensure(not THREAD.problem, f"{name_of(function)} {THREAD.problem}")
-        yield value
+        return value
 
-    value = await asyncio.to_thread(next, work())
+    value = await asyncio.to_thread(work)
     return await value if inspect.isawaitable(value) else value
 
 
@@ -239,8 +242,8 @@ class SingleTurnEnv:
             prompt = self.head + prompt
         state = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}}
         state |= {"tools": self.tools, "completion": [], "turn": 0, "step": 0}
-        state = copy.deepcopy(state)  # a rollout may change its own
-        return state | {"task": row.get("task", row), "parser": self.parser}
+        state["task"] = row.get("task", row)
+        return copy.deepcopy(state) | {"parser": self.parser}  # a rollout may change its own
 
     async def rollout(self, state, generate):
         """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""

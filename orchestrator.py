@@ -211,8 +211,8 @@ async def guard(rollouts, work, timeout_s):
     try:
         async with asyncio.timeout(timeout_s):
             return await work
-    except (Exception, asyncio.CancelledError, SystemExit) as e:  # user code may raise these as well
-        if isinstance(e, RunError) or asyncio.current_task().cancelling():
+    except BaseException as e:  # user code may raise CancelledError or SystemExit as well
+        if isinstance(e, RunError | KeyboardInterrupt) or asyncio.current_task().cancelling():
             raise
         for r in rollouts:
             r.reward = None
