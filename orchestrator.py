@@ -599,7 +599,9 @@ def prepare(cfg):
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=config)
         Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
     except Exception as error:
-        raise RunError(CONFIG, f"{what}: {describe(error, 2000)}") from error
+        is_foreign = "trust_remote_code" in str(error)
+        cause = "it has code of its own, which is not run" if is_foreign else describe(error, 2000)
+        raise RunError(CONFIG, f"{what}: {cause}") from error
     rows = [env.dataset[0] for env in envs.values()]
     is_text = all(isinstance(row.get("prompt"), str) for row in rows)
     has_template = tokenizer.chat_template or cfg.run.chat_template

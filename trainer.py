@@ -623,10 +623,13 @@ def begin_step(optimizer, step, cfg):
 
 
 def make_optimizer(policy, t):
-    """AdamW, or what trainer.optimizer names: a function of the parameters and the [trainer] table."""
+    """AdamW, or what trainer.optimizer names: a function of the parameters, the [trainer] table and, if it has that
+    argument, `names`, the parameters' names."""
     params = list(policy.trained().values())
     if t.optimizer:
-        optimizer = configs.find(t.optimizer)(params, t)
+        make = configs.find(t.optimizer)
+        names = {"names": list(policy.trained())} if "names" in inspect.signature(make).parameters else {}
+        optimizer = make(params, t, **names)
         takes_closure = "closure" in inspect.signature(optimizer.step).parameters
         what = f"trainer.optimizer = {t.optimizer!r}: its step() takes no closure, and could not be resumed"
         require(takes_closure, CONFIG, what)

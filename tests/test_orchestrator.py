@@ -282,7 +282,7 @@ def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
 
 
 @pytest.mark.parametrize("function, error", [
-    (lambda: next(iter(())), "RuntimeError: generator raised StopIteration"),
+    (lambda: next(iter(())), "RuntimeError: <lambda> raised StopIteration"),
     (lambda: sys.exit(2), "SystemExit: 2 in <lambda>, test_orchestrator.py"),
 ], ids=["StopIteration", "SystemExit"])  # fmt: skip
 def test_what_asyncio_treats_as_its_own_loses_its_rollout(function, error):

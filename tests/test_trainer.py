@@ -1163,6 +1163,19 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_and_holds_no_pickle(mode, two_
     assert max((a[key] - b[key]).abs().max().item() for key in a) < 1e-5
 
 
+def test_an_optimizer_may_ask_for_the_names_of_its_parameters(make_cfg):
+    cfg = make_cfg("trainer.optimizer=test_trainer:sgd_with_names")
+    policy = trainer.build_policy(cfg)
+    named = trainer.make_optimizer(policy, cfg.trainer).named
+    assert len(named) > 20 and all(p is policy.get_parameter(name) for name, p in named.items())
+
+
+def sgd_with_names(params, t, names):
+    optimizer = torch.optim.SGD(params, t.learning_rate)
+    optimizer.named = dict(zip(names, params))
+    return optimizer
+
+
 def sgd(params, t):
     return torch.optim.SGD(params, t.learning_rate)
 

@@ -20,6 +20,7 @@ import orchestrator
 from configs.runtime.directory import cut_lines
 from configs.runtime.role import RunError
 from env import DataError, MultiTurnEnv, Rubric, SingleTurnEnv, call, load_environment, load_rows
+from tools import show
 
 ROWS = [{"question": f"row {i}", "answer": str(i)} for i in range(9)]
 HEAD = """
@@ -283,7 +284,7 @@ def test_changed_keys_are_named_and_another_loss_is_refused(task, run, capfd):
     assert len(all_batches(run.run_dir)) == 3
 
 
-def test_what_an_evaluation_says_is_kept_and_lost_rows_count(task, run):
+def test_what_an_evaluation_says_is_kept_and_lost_rows_count(task, run, capsys):
     env = task("""
 def fails_on_some(answer):
     return float(answer) / (0 if answer == "1" else 1)
@@ -296,6 +297,8 @@ env = SingleTurnEnv(ROWS, ROWS[:3], rubric=Rubric([noise, fails_on_some], [1.0, 
     rewards = [r["reward"] for r in found if r["reward"] is not None]
     assert first["reward/mean"] == pytest.approx(sum(rewards) / 4)
     assert first["reward/lost_as_0"] == pytest.approx(sum(rewards) / 6)
+    show.main([str(run_dir), "--evals", "--step", "0"])
+    assert capsys.readouterr().out.count("=== step 0, ") == 6
 
 
 def test_replayed_groups_are_in_no_mean(task, run, tmp_path):

@@ -202,14 +202,15 @@ def colored(run, line, tokenizer, color, is_plain):
 
 
 def chosen(run, args):
-    """Yields the lines of rollouts.jsonl that were asked for. With bounds a rollout must have a reward, with colors it
-    must have been trained on."""
+    """Yields the lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With bounds a rollout must
+    have a reward, with colors it must have been trained on."""
     wanted = {"step": args.step, "env": args.env, "example": args.row}
     wanted = {key: value for key, value in wanted.items() if value is not None}
     low = -math.inf if args.min_reward is None else args.min_reward
     high = math.inf if args.max_reward is None else args.max_reward
     has_bounds = args.min_reward is not None or args.max_reward is not None
-    for line in Lines(run / "rollouts.jsonl").new():
+    name = "eval_rollouts.jsonl" if args.evals else "rollouts.jsonl"
+    for line in Lines(run / name).new():
         reward = line["reward"]
         is_wanted = all(line[key] == value for key, value in wanted.items())
         is_trained = reward is not None and not line["dropped"]
@@ -248,7 +249,9 @@ def main(argv):
     parser.add_argument("--max-reward", type=float)
     parser.add_argument("--sort", choices=("step", "reward"), default="step", help="largest first")
     parser.add_argument("--n", type=int, default=10)
-    parser.add_argument("--color", choices=("advantage", "diff"))
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--color", choices=("advantage", "diff"))
+    kinds.add_argument("--evals", action="store_true", help="those of evaluations, of which no tokens are kept")
     args = parser.parse_args(argv)
     is_terminal = sys.stdout.isatty()
     is_plain = bool(os.environ.get("NO_COLOR")) or not is_terminal
