@@ -465,8 +465,9 @@ def save_batch(path, sequences, info):
 
 def metadata_of(group, i):
     """What is said of rollout number i of a group, beside its conversation and its tokens."""
-    about = vars(group.rollouts[i]) | {"env": group.env, "example": group.row, "group": group.index}
+    about = dict(vars(group.rollouts[i]))
     del about["state"], about["sequences"]
+    about |= {"env": group.env, "example": group.row, "group": group.index}
     return about | {"rollout": i, "dropped": group.dropped}
 
 
@@ -481,7 +482,8 @@ def append_rollouts(path, step, groups):
             try:
                 text = json.dumps(line | talk, default=str)
             except (TypeError, ValueError):  # a key that is a tuple, or a value that contains itself
-                text = json.dumps(line | {key: repr(value) for key, value in talk.items()})
+                texts = {key: repr(value) for key, value in talk.items()}
+                text = json.dumps(line | texts)
             lines.append(f"{text}\n")
     with open(path, "a") as file:
         file.write("".join(lines))

@@ -613,13 +613,16 @@ def schedule(step, t, total):
 
 
 def begin_step(optimizer, step, cfg):
-    """Sets the learning rate and each rank's seed for dropout from the step, so that a resumed run repeats them."""
+    """Sets the learning rate and each rank's seed for dropout from the step, so that a resumed run repeats them. The
+    peak of memory counts from here."""
     share = schedule(step, cfg.trainer, cfg.run.max_steps)
     for group in optimizer.param_groups:
         initial_lr = group.setdefault("initial_lr", group["lr"])
         group["lr"] = share * initial_lr
     draw = step * dist.get_world_size() + dist.get_rank()
     torch.manual_seed((cfg.run.seed << 32) + draw)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
 
 def make_optimizer(policy, t):
@@ -628,8 +631,10 @@ def make_optimizer(policy, t):
     params = list(policy.trained().values())
     if t.optimizer:
         make = configs.find(t.optimizer)
-        names = {"names": list(policy.trained())} if "names" in inspect.signature(make).parameters else {}
-        optimizer = make(params, t, **names)
+        args = {}
+        if "names" in inspect.signature(make).parameters:
+            args["names"] = list(policy.trained())
+        optimizer = make(params, t, **args)
         takes_closure = "closure" in inspect.signature(optimizer.step).parameters
         what = f"trainer.optimizer = {t.optimizer!r}: its step() takes no closure, and could not be resumed"
         require(takes_closure, CONFIG, what)
@@ -710,8 +715,6 @@ def train_step(policy, optimizer, batch, step, cfg):
     check_tokens(policy, sequences)
     add_advantages(sequences, t)
     add_fields(policy, sequences, batch.info, cfg)
-    if policy.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     sums = Counter()
     grad_norms = []
     for update in range(t.updates_per_batch):
@@ -979,7 +982,8 @@ def send_weights(sender, policy, version, cfg):
 
         path = str(adapters.directory(sender.run_dir, version, cfg))
         old = str(adapters.no_longer_named(sender.run_dir, version, cfg))
-        spec["adapter"] = {"path": path, "old": old, "t": cfg.trainer._asdict(), "model": cfg.run.model}
+        spec["adapter"] = {"path": path, "old": old, "model": cfg.run.model}
+        spec["adapter"]["t"] = cfg.trainer._asdict()
     else:
         # Requests wait and then go on; with a cleared cache they would read their prompts again.
         sender.post_all("/pause?mode=keep&clear_cache=false")
@@ -1089,7 +1093,8 @@ def check_policy(policy, cfg):
 def canary_rows(batch, num_servers, cfg):
     """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
-    longest = min(budget // (len(CANARY) * num_servers) - 8 * SAID, cfg.run.max_seq_len // 2)
+    room = budget // (len(CANARY) * num_servers) - 8 * SAID
+    longest = min(room, cfg.run.max_seq_len // 2)
     stride = -(-len(batch.sequences) // len(CANARY))
     rows = []
     for s in batch.sequences[::stride]:
@@ -1103,7 +1108,8 @@ def continuations(sender, policy, version, rows, num):
     """Log-probabilities of what all servers say after the rows, `num` tokens each: the trainer's and the servers'."""
     whole = []
     others = []
-    for row, (ids, logps) in zip(rows * len(sender.urls), sender.say(version, rows, num)):
+    answers = sender.say(version, rows, num)
+    for row, (ids, logps) in zip(rows * len(sender.urls), answers):
         whole.append(row + ids)
         others += logps
     return score(policy, whole, num), torch.tensor(others, device=policy.device)
@@ -1315,6 +1321,17 @@ def resume(run_dir, policy, optimizer, cfg):
     return step
 
 
+def saved_batches(cfg):
+    """The batch files of --replay. max_steps, with which the schedule ends, becomes their number if they are fewer."""
+    files = sorted(cfg.replay.glob("step_*.safetensors"))
+    require(files, CONFIG, f"--replay {cfg.replay}: no step_*.safetensors there")
+    last = min(cfg.run.max_steps, len(files))
+    if last < len(files):
+        say(f"warning: max_steps = {last} leaves out {len(files) - last} of the {len(files)} batches")
+    cfg.run = cfg.run._replace(max_steps=last)
+    return files
+
+
 def count_useless(streak, numbers, step, is_replay):
     """The number of consecutive useless steps. Raises RunError with NUMERICS at three."""
     is_useless = numbers["optim/skipped"] or (numbers["policy/kl_sampler"] > 1 and not is_replay)
@@ -1330,14 +1347,8 @@ def main(argv):
     check_hooks(cfg.trainer)
     is_replay = cfg.replay is not None
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}" if is_replay else "")
+    files = saved_batches(cfg) if is_replay else []
     last = cfg.run.max_steps
-    if is_replay:
-        files = sorted(cfg.replay.glob("step_*.safetensors"))
-        require(files, CONFIG, f"--replay {cfg.replay}: no step_*.safetensors there")
-        if last < len(files):
-            say(f"warning: max_steps = {last} leaves out {len(files) - last} of the {len(files)} batches")
-        last = min(last, len(files))
-        cfg.run = cfg.run._replace(max_steps=last)  # the schedule ends with the batches
     # 1. The policy, its optimizer, and where the last run ended.
     start_distributed(cfg)
     is_first = dist.get_rank() == 0
