@@ -62,27 +62,36 @@ def pick(function, have):
     return {key: value for key, value in have.items() if takes_all or key in wanted}
 
 
+class NeedsMainThread(DataError):
+    """A function sets a signal handler, e.g. for a time limit by signal.alarm. That works in the main thread alone."""
+
+
 THREAD = threading.local()
+SET_HANDLER = signal.signal
 
 
-def set_handler(number, handler, set_handler=signal.signal):
-    """orchestrator.py puts it in the place of signal.signal. A time limit by signal.alarm works in the main thread
-    alone, and code that sets one often hides the error: in_thread then raises what this function remembers."""
+def set_handler(signalnum, handler):
+    """In the place of signal.signal: in_thread raises what it notices, since code that sets a handler often hides the
+    error and returns 0."""
     if threading.current_thread() is not threading.main_thread():
-        THREAD.problem = "sets a signal handler (for signal.alarm?) in a thread, where it cannot: see configs/README"
-    return set_handler(number, handler)
+        THREAD.sets_handler = True
+    return SET_HANDLER(signalnum, handler)
 
 
 async def in_thread(function, /, *args, **given):
-    """Calls it in a thread, where slow code delays nobody, and awaits what it returns if that is awaitable."""
+    """Calls it in a thread, where slow code delays nobody, and awaits what it returns if that is awaitable. Raises
+    NeedsMainThread if it sets a signal handler."""
+    signal.signal = set_handler
 
     def work():
-        THREAD.problem = ""
+        THREAD.sets_handler = False
         try:
             value = function(*args, **given)
         except (StopIteration, GeneratorExit) as e:  # asyncio would take them for its own
             raise RuntimeError(f"{name_of(function)} raised {e!r}").with_traceback(e.__traceback__) from e
-        ensure(not THREAD.problem, f"{name_of(function)} {THREAD.problem}")
+        if THREAD.sets_handler:
+            what = f"{name_of(function)} sets a signal handler (for signal.alarm?) in a thread, where it cannot"
+            raise NeedsMainThread(f"{what}: see configs/README")
         return value
 
     value = await asyncio.to_thread(work)
@@ -164,14 +173,23 @@ def finite(function, value):
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):  # no number, or a tensor of several
             number = float(value)
     if not abs(number) <= 1e6:  # nan is not
+        kind = "" if isinstance(value, float) else f", but {type(value)}"
         what = f"reward function {name_of(function)} returned {str(value)[:200]}, no finite number within 1e6"
-        raise ValueError(f"{what}, but {type(value)}")
+        raise ValueError(what + kind)
     return number
+
+
+def is_true(function, value):
+    """What a function returned, as a bool. Raises DataError if it has no truth value, as arrays have none."""
+    try:
+        return bool(value)
+    except Exception as e:
+        raise DataError(f"{name_of(function)} returned {type(value)}: {e}") from e
 
 
 def checked_score(function, result):
     """(reward, {name: value}) of a rubric as floats. Raises DataError if it is anything else."""
-    is_pair = isinstance(result, tuple) and len(result) == 2
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
     ensure(is_pair, f"{name_of(function)} returned {str(result)[:200]}, not (reward, {{name: value}})")
     reward, metrics = result
     numbers = {str(name): finite(function, value) for name, value in metrics.items()}
@@ -242,8 +260,9 @@ class SingleTurnEnv:
             prompt = self.head + prompt
         state = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}}
         state |= {"tools": self.tools, "completion": [], "turn": 0, "step": 0}
-        state["task"] = row.get("task", row)
-        return copy.deepcopy(state) | {"parser": self.parser}  # a rollout may change its own
+        state = copy.deepcopy(state)  # a rollout may change its own
+        task = row.get("task", row)
+        return state | {"task": dict(task) if isinstance(task, dict) else task, "parser": self.parser}
 
     async def rollout(self, state, generate):
         """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""
@@ -270,17 +289,19 @@ class MultiTurnEnv(SingleTurnEnv):
 
     def env_response(self, messages, state):
         """HACK HERE: the environment's answer to the last message, a list of messages, or (list, state)."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no env_response")
 
     async def rollout(self, state, generate):
-        state.update(await call(self.setup_state, state=state) or {})
+        changes = await call(self.setup_state, state=state)
+        ensure(changes is None or isinstance(changes, dict), f"setup_state returned {str(changes)[:200]}, not a dict")
+        state.update(changes or {})
         while not state.get("final_env_response"):  # with it the environment has the last word
             messages = state["prompt"] + state["completion"]
             state["completion"].append(await generate(messages, state["tools"]))
             state["turn"] += 1
             messages = state["prompt"] + state["completion"]
             is_completed = await call(self.is_completed, messages=messages, state=state)
-            if is_completed or state["turn"] >= self.max_turns:
+            if is_true(self.is_completed, is_completed) or state["turn"] >= self.max_turns:
                 return
             reply = await call(self.env_response, messages=messages, state=state)
             if isinstance(reply, tuple):

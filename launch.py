@@ -85,7 +85,7 @@ def plan(cfg, machine):
     text = f"inference.gpus = {num_served} and trainer.gpus = {num}, but there are {len(gpus)} GPUs"
     require(not gpus or max(num_served, num) <= len(gpus), CONFIG, text)
     shares = 0 < len(gpus) < num_served + num
-    used = cfg.inference.args.get("gpu_memory_utilization", 0)
+    used = 0 if cfg.inference.sleep else float(cfg.inference.args.get("gpu_memory_utilization", 0))
     text = f"inference.args.gpu_memory_utilization = {used}: at most 0.5, since the trainer shares the GPU"
     require(not shares or used <= 0.5, CONFIG, text)
     env = environment(cfg, machine, shares)
@@ -231,9 +231,12 @@ def check_space(run_dir, cfg, model_size):
     """A checkpoint of full training has the weights and two moments in fp32: at least three times the model's file."""
     has_them = cfg.run.max_steps and not cfg.trainer.use_lora
     per_checkpoint = 3 * max(0, model_size) if has_them else 0
-    need = 0.1 + (cfg.checkpoint.keep + 1) * per_checkpoint / 1e9
+    is_one = not 0 < cfg.checkpoint.every < cfg.run.max_steps
+    existing = len(list(run_dir.glob("checkpoints/step_??????")))
+    num = max(1, (1 if is_one else cfg.checkpoint.keep + 1) - existing)
+    need = 0.1 + num * per_checkpoint / 1e9
     free = free_gb(run_dir)
-    text = f"{run_dir}: its disk has {free:.1f} GB left, and {cfg.checkpoint.keep} + 1 checkpoints need {need:.1f} GB"
+    text = f"{run_dir}: its disk has {free:.1f} GB left, and checkpoints will need {need:.1f} GB more"
     require(free > need, STORAGE, text)
 
 

@@ -13,13 +13,11 @@ index); every batch file carries the sampler state, the indices that are issued 
 """
 
 import asyncio
-import copy
 import functools
 import gc
 import itertools
 import json
 import os
-import signal
 from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from safetensors.numpy import save
 import configs
 from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory
 from configs.runtime.role import CONFIG, DATA, STORAGE, RunError, heartbeat, place_of, report, require, run_role
-from env import Truncated, call, checked_score, ensure, finite, load_environment, set_handler
+from env import DataError, Truncated, call, checked_score, ensure, finite, load_environment
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
@@ -102,13 +100,12 @@ async def sample(client, group, prompt, tools=None, user="", **override):
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
-    # Without its stop string an answer is not what was sampled: parsers miss a tag, and the next turn forks.
-    body["include_stop_str_in_output"] = bool(body["stop"])
     body["model"] = configs.served_name(cfg, live)
     if isinstance(prompt, str):
         body |= {"prompt": prompt, "logprobs": 0}
         reply = await client.post(group, "/v1/completions", body)
         choice = reply["choices"][0]
+        choice["text"] += stop_string(choice)
         message = choice["text"]
         prompt_ids = choice.pop("prompt_token_ids")
         logps = choice.pop("logprobs")["token_logprobs"]
@@ -116,6 +113,8 @@ async def sample(client, group, prompt, tools=None, user="", **override):
         body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
         reply = await client.post(group, "/v1/chat/completions", body)
         choice = reply["choices"][0]
+        if stop_string(choice):
+            choice["message"]["content"] = (choice["message"]["content"] or "") + stop_string(choice)
         # All of it: what vLLM's parsers took out of the content belongs in the next prompt, too.
         message = {key: value for key, value in choice["message"].items() if value}
         message.setdefault("content", "")
@@ -130,6 +129,13 @@ async def sample(client, group, prompt, tools=None, user="", **override):
     is_full = len(ids) >= min(body["max_tokens"], cfg.run.max_seq_len - len(prompt_ids))
     is_cut = reason == "length" or (reason == "tool_calls" and is_full)
     return Reply(message, prompt_ids, ids, logps, reply, is_cut, [live, client.version])
+
+
+def stop_string(choice):
+    """The string of sampling.stop that ended an answer, or "". It was sampled, but vLLM takes it away: parsers would
+    miss a tag, and the next turn would fork. vLLM's flag to keep it keeps stop tokens as well."""
+    reason = choice.get("stop_reason")
+    return reason if isinstance(reason, str) else ""
 
 
 # --- rollouts ---------------------------------------------------------------------------------------------------------
@@ -158,6 +164,7 @@ class Rollout:
 # on), "flat" (zero variance), or "".
 Group = namedtuple("Group", "env index row rollouts dropped")
 
+WRITER = ThreadPoolExecutor(1)  # of batches
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
 METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
@@ -193,7 +200,10 @@ def check_fields(sequence):
     for name, values in sequence.items():
         if name not in ("agent", "trainable"):
             ensure(name not in METADATA, f"a field may not be called {name!r}, nor any of {sorted(METADATA)}")
-            array = np.asarray(values, DTYPES.get(name, np.float32))
+            try:
+                array = np.asarray(values, DTYPES.get(name, np.float32))
+            except Exception as e:  # of numpy, or of the user's object
+                raise DataError(f"field {name!r}: {e}") from e
             ensure(array.shape == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
             if name in ("mask", "ce"):
                 is_right = np.isfinite(array).all() and not array[:1].any()
@@ -240,13 +250,16 @@ async def run_rollout(env, row, ask, step, cfg):
         r.num_turns += 1
         r.num_tokens += len(reply.ids)
         r.truncated |= reply.is_cut  # the conversation goes on
-        r.state.setdefault("replies", []).append(reply.raw)
+        r.state["replies"].append(reply.raw)
         return reply.raw if whole else reply.message
 
     async def play():
         nonlocal is_over
         # 1. The conversation.
-        r.state |= env.start(row) | {"step": step}
+        state = env.start(row)
+        is_free = isinstance(state, dict) and "replies" not in state
+        ensure(is_free, f"start returned {str(state)[:200]}, not a dict without 'replies', which come from the server")
+        r.state |= state | {"step": step, "replies": []}
         try:
             await env.rollout(r.state, generate)
         except* Truncated:  # also if it comes out of a TaskGroup
@@ -262,7 +275,7 @@ async def run_rollout(env, row, ask, step, cfg):
                 sequence["mask"] = np.zeros_like(sequence["mask"])
         scoring = env.rubric.score
         r.reward, r.metrics = checked_score(scoring, await scoring(r.state))
-        if r.state.get("turn_rewards"):
+        if r.state.get("turn_rewards") is not None:
             r.turn_rewards = [finite(scoring, reward) for reward in r.state["turn_rewards"]]
             what = f"turn_rewards has {len(r.turn_rewards)} numbers for {r.num_turns} turns"
             ensure(len(r.turn_rewards) == r.num_turns, what)
@@ -289,7 +302,8 @@ async def run_group(env, row, size, ask, step, cfg, running):
 
     async def score_together():
         scoring = env.rubric.score_group
-        pairs = await scoring([r.state for r in scored])
+        pairs = await scoring([r.state for r in scored]) or []
+        ensure(isinstance(pairs, list), f"score_group returned {str(pairs)[:200]}, not a list")
         added = [checked_score(scoring, pair) for pair in pairs]
         ensure(len(added) in (0, len(scored)), f"{len(added)} scores from score_group for {len(scored)} rollouts")
         for r, (reward, metrics) in zip(scored, added):
@@ -481,12 +495,20 @@ def append_rollouts(path, step, groups):
             talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer", "info")}
             try:
                 text = json.dumps(line | talk, default=str)
-            except (TypeError, ValueError):  # a key that is a tuple, or a value that contains itself
-                texts = {key: repr(value) for key, value in talk.items()}
+            except Exception:  # a key that is a tuple, a value that contains itself, an object without a text
+                texts = {key: as_text(value) for key, value in talk.items()}
                 text = json.dumps(line | texts)
             lines.append(f"{text}\n")
     with open(path, "a") as file:
         file.write("".join(lines))
+
+
+def as_text(value):
+    """repr(value), which may fail if a user's object is in it."""
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 async def commit_batch(step, groups, extra, orders, run_dir, cfg):
@@ -504,10 +526,15 @@ async def commit_batch(step, groups, extra, orders, run_dir, cfg):
                 sequences.append(about | s | {"reward": reward})
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
     info["metrics"] = rollout_metrics(groups, sequences)
-    info["sampler"] = {name: copy.deepcopy(order.state()) for name, order in orders.items()}
-    # A large batch takes seconds: in a thread it delays no rollout.
-    await asyncio.to_thread(append_rollouts, run_dir / "rollouts.jsonl", step, groups + extra)
-    await asyncio.to_thread(save_batch, batch_file(run_dir, step), sequences, info)
+    state = {name: order.state() for name, order in orders.items()}
+    info["sampler"] = json.loads(json.dumps(state))  # a copy: orders go on
+
+    def write():
+        append_rollouts(run_dir / "rollouts.jsonl", step, groups + extra)
+        save_batch(batch_file(run_dir, step), sequences, info)
+
+    # A large batch takes seconds, which should delay no rollout. The thread is not one of user code's.
+    await asyncio.get_running_loop().run_in_executor(WRITER, write)
 
 
 def batch_file(run_dir, step):
@@ -616,15 +643,14 @@ async def run(cfg):
     # 1. What can be wrong is found before the launcher starts a server.
     o = cfg.orchestrator
     run_dir = run_directory(cfg)
-    signal.signal = set_handler  # notices time limits of user code that cannot work in its thread
     envs = prepare(cfg)
+    text = configs.to_toml(cfg)
+    report_changes(run_dir, text)
     step, start, state = resume(run_dir, cfg)
     make_order = configs.find(o.order, {"": Order})
     orders = {}
     for name, env in envs.items():
         orders[name] = make_order(env.dataset, cfg, state.get(name))
-    text = configs.to_toml(cfg)
-    report_changes(run_dir, text)
     (run_dir / "config.toml").write_text(text)
     report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
@@ -677,7 +703,9 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
     for name, num in shares.items():
         work.append(fill_with(orders[name], num, n, functools.partial(job, name)))
     groups = sum(await asyncio.gather(*work), [])
-    extra = sum((order.extra(n) for order in orders.values()), [])
+    extra = []
+    for order in orders.values():
+        extra += order.extra(n)
     await asyncio.gather(*previous)  # commits are in order
     if evaluation:  # without batch n the trainer stays at version n, which is being evaluated
         await client.until(n)

@@ -245,6 +245,8 @@ def build_policy(cfg):
         policy.to(device)  # nothing to shard or cast
     else:
         shard(policy, blocks, t)
+    if t.dtype == "fp16":
+        policy.extra["fp16_scale"] = torch.tensor(8.0)
     if t.beta:
         from configs.algorithms import reference
 
@@ -674,10 +676,20 @@ def fill_in_old_logp(micro, logp_N):
     micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
 
 
-def loss_scale(micro, t):
-    """The factor on a loss in fp16. It takes back the division by the step's tokens, whose gradients would fall below
-    what fp16 can hold; apply_gradients divides by it."""
-    return 8.0 * max(micro["num_mask"], micro["num_ce"]) if t.dtype == "fp16" else 1.0
+def loss_scale(policy, micro, t):
+    """The factor on a loss in fp16, by which apply_gradients divides. It takes back the division by the step's tokens,
+    which leaves gradients too small for fp16."""
+    if t.dtype != "fp16":
+        return 1.0
+    return policy.extra["fp16_scale"].item() * max(micro["num_mask"], micro["num_ce"])
+
+
+def adapt_loss_scale(policy, grad_norm):
+    """Gradients that overflow halve fp16's scale four times; each step that goes well raises it a little, up to 8."""
+    if "fp16_scale" in policy.extra:
+        factor = 1.02 if math.isfinite(grad_norm) else 1 / 16
+        scale = policy.extra["fp16_scale"] * factor
+        policy.extra["fp16_scale"] = scale.clamp(max=8.0)
 
 
 def add_up(sums, logs, mask_N):
@@ -731,7 +743,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 loss_N, logs = compute_loss(micro, logp_N, entropy_N, t)
                 if t.replicas > 1:
                     policy.set_requires_all_reduce(micro is micros[-1])
-                scale = loss_scale(micro, t)
+                scale = loss_scale(policy, micro, t)
                 (scale * loss_N.sum()).backward()
                 # 5. What is logged. token_means will divide by the number of tokens.
                 logs["policy/entropy"] = entropy_N
@@ -744,13 +756,14 @@ def train_step(policy, optimizer, batch, step, cfg):
             # 6. The optimizer step.
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
             grad_norms.append(grad_norm)
+            adapt_loss_scale(policy, grad_norm)
     # 7. Sums become means over all ranks.
     dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
     metrics = token_means(sums, num_mask * t.updates_per_batch)
-    is_finite = np.isfinite(grad_norms)
+    finite = list(filter(math.isfinite, grad_norms))
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
-    metrics["optim/grad_norm"] = np.mean(grad_norms)
-    metrics["optim/skipped"] = int(np.sum(~is_finite))
+    metrics["optim/grad_norm"] = np.mean(finite or math.nan)
+    metrics["optim/skipped"] = len(grad_norms) - len(finite)
     seconds = time.perf_counter() - started
     metrics["time/train_s"] = seconds
     metrics["perf/tokens_per_s"] = t.updates_per_batch * num_tokens / seconds
@@ -1093,7 +1106,7 @@ def check_policy(policy, cfg):
 def canary_rows(batch, num_servers, cfg):
     """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
-    room = budget // (len(CANARY) * num_servers) - 8 * SAID
+    room = budget // (len(CANARY) * num_servers) - SAID
     longest = min(room, cfg.run.max_seq_len // 2)
     stride = -(-len(batch.sequences) // len(CANARY))
     rows = []
@@ -1136,10 +1149,12 @@ def canary(sender, policy, version, cfg, batch):
             score(policy, rows[:1], SAID)  # takes part in the forward
         is_wrong = torch.tensor(float(bool(problem)), device=policy.device)
         dist.broadcast(is_wrong, 0)
-        if not is_wrong:
+        if not is_wrong or cfg.trainer.dtype == "fp32":
             break
     policy.train()
     require(not problem, DIED, problem)
+    if sender and num > SAID:
+        say(f"warning: {what} at {SAID} tokens a row; at {num} they do not")
     return metrics
 
 

@@ -129,9 +129,10 @@ def resolve(given, path, replay):
     # Absolute once: user code may change the working directory.
     values["output_dir"] = str(Path(flat["output_dir"]).expanduser().absolute())
     for key in ("model", "chat_template"):
-        file = Path(flat[key]).expanduser()
-        if flat[key] and file.exists():
-            values[key] = str(file.absolute())
+        with suppress(OSError, RuntimeError):  # a name too long for a file, ~nobody
+            file = Path(flat[key]).expanduser()
+            if flat[key] and file.exists():
+                values[key] = str(file.absolute())
     shared = {key: value for key, value in flat.items() if not key.startswith("env.")}
     cfg = Namespace(flat=shared, replay=replay and replay.resolve())
     for table in TABLES:
@@ -287,11 +288,11 @@ def not_found(name):
     path = HERE / "algorithms" / f"{module}.py"
     if not path.exists():
         top = module.split(".")[0]
-        spec = find_spec(top)
+        spec = find_spec(top) if top != "__main__" else None
         if spec is None:
             return f"there is no module {top!r}, neither beside the TOML nor installed"
         path = Path(spec.origin or "")
-    if path.suffix != ".py" or "." in module:
+    if path.suffix != ".py" or not path.is_file() or "." in module:  # a package, an archive, a library in C
         return ""
     try:
         tree = ast.parse(path.read_bytes())
@@ -299,9 +300,9 @@ def not_found(name):
         return f"{path}, line {e.lineno}: {e.msg}"
     names = set()
     for node in ast.walk(tree):
-        names.add(getattr(node, "name", None) or getattr(node, "id", None))
+        names |= {getattr(node, key, None) for key in ("name", "id", "asname")}
     names |= set(dir(sys.modules.get(module)))
-    may_be_there = {function, "*", "globals", "setattr", "__getattr__"} & names
+    may_be_there = {function, "*", "globals", "setattr", "exec", "__getattr__"} & names
     return "" if may_be_there else f"{path} does not define {function!r}"
 
 

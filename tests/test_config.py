@@ -313,6 +313,8 @@ def test_names_are_found_without_importing_a_module(tmp_path):
         "from somewhere import *": "",
         "globals()['f'] = 3": "",
         "f = 3": "",
+        "from os import getcwd as f": "",
+        "exec('def f(): pass')": "",
     }.items():
         name = f"mine_{abs(hash(code))}"
         (tmp_path / f"{name}.py").write_text(code)

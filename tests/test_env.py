@@ -297,7 +297,7 @@ def test_tools_run_and_whatever_goes_wrong_goes_back_as_text():
         ("add", '{"a": 1, "c": 2}'): "c: Unexpected keyword argument", ("state", "{}"): "there is no tool 'state'",
         ("nothing", "{}"): "there is no tool 'nothing', only add, shout, fails", ("add", ""): "a: Missing required",
         ("fails", '{"text": "luck"}'): "RuntimeError: no luck ?", ("leaves", '{"code": 3}'): "SystemExit: 3",
-        ("leaves", '{"code": 0}'): "RuntimeError: generator raised StopIteration",
+        ("leaves", '{"code": 0}'): "RuntimeError: leaves raised StopIteration()",
     }  # fmt: skip
     env = ToolEnv(ROWS, [add, shout, fails, leaves], max_turns=3, max_output=100)
     first = calls(("add", '{"a": 3}'), ("shout", '{"text": "hi"}'))

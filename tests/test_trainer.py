@@ -599,6 +599,18 @@ def test_gradients_in_fp16_keep_their_direction_however_many_tokens_a_step_has(m
             assert torch.cosine_similarity(step.flatten(), found[1][name].flatten(), 0) > 0.999, name
 
 
+def test_gradients_that_overflow_fp16_do_so_once_or_twice(make_cfg, tmp_path):
+    """Large rewards: a step is skipped, and those after it have a smaller scale, which a checkpoint keeps."""
+    sequences = [s | {"reward": 3e3 * s["reward"]} for s in make_sequences(32)]
+    cfg = make_cfg("trainer.dtype=fp16", "trainer.advantage=mean")
+    policy = trainer.build_policy(cfg)
+    skipped = []
+    for step in range(3):
+        metrics, _ = trainer.train_step(policy, adamw(policy), batch_of(tmp_path, sequences), step, cfg)
+        skipped.append(metrics["optim/skipped"])
+    assert skipped[0] == 1 and skipped[-1] == 0 and trainer.full(policy.extra["fp16_scale"]) < 1
+
+
 # --- LoRA and the reference -------------------------------------------------------------------------------------------
 
 
@@ -1341,6 +1353,25 @@ def test_in_16_bits_eight_times_as_many_tokens_decide_at_the_limit(is_honest, ma
         with pytest.raises(RunError, match="canary after sync of version 0.*may be at most 0.2"):
             trainer.canary(sender, policy, 0, cfg, None)
     assert asked == [4, 32]
+
+
+def test_in_fp32_there_is_no_second_look_and_prompts_keep_their_length(make_cfg, tmp_path):
+    """In fp32 the largest difference decides, which no further token makes smaller."""
+    cfg = make_cfg('inference.urls=["http://127.0.0.1:1"]', "max_seq_len=256", "trainer.micro_batch_size=1")
+    policy = trainer.build_policy(cfg)
+    asked = []
+
+    def say(version, rows, num):
+        asked.append(max(map(len, rows)))
+        return [([5] * num, [-50.0] * num) for _ in rows]
+
+    sequences = make_sequences(longest=200)
+    for s in sequences:
+        s["mask"] = [0] * (len(s["mask"]) - 1) + [1]
+    sender = SimpleNamespace(urls=cfg.inference.urls, say=say)
+    with pytest.raises(RunError, match="canary after sync of version 0"):
+        trainer.canary(sender, policy, 0, cfg, batch_of(tmp_path, sequences))
+    assert len(asked) == 1 and asked[0] == 256 // 8 - 4
 
 
 def test_old_batches_go_with_the_checkpoints_that_need_them(trained, make_cfg, tmp_path):

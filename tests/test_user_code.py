@@ -19,7 +19,7 @@ from scripted import play
 import orchestrator
 from configs.runtime.directory import cut_lines
 from configs.runtime.role import RunError
-from env import DataError, MultiTurnEnv, Rubric, SingleTurnEnv, call, load_environment, load_rows
+from env import DataError, MultiTurnEnv, Rubric, SingleTurnEnv, call, in_thread, load_environment, load_rows
 from tools import show
 
 ROWS = [{"question": f"row {i}", "answer": str(i)} for i in range(9)]
@@ -89,6 +89,8 @@ def call_me(completion, factor):
     "async def score(self, state): return noise()": "DataError: score returned 0.*, not .reward, {name: value}.",
     "async def score(self, state): return noise(), {'f': 'x'}": "ValueError: reward function score returned x",
     "async def score(self, state): return float('nan'), {}": "ValueError: reward function score returned nan",
+    "async def score(self, state): state['turn_rewards'] = np.ones(1); return noise(), {'f': 1, '2': True}": "",
+    "async def score_group(self, states): return 3": "DataError: score_group returned 3, not a list",
     "async def score_group(self, states): return [(1.0, {})]": "DataError: 1 scores from score_group for 4 rollouts",
     "async def score_group(self, states): return [(None, {})] * 4": "ValueError: reward function score_group returned",
     "async def score(self, state): state['turn_rewards'] = [1, 2]; return noise(), {}": "DataError: turn_rewards has 2",
@@ -165,6 +167,51 @@ def test_answers_that_json_cannot_hold_are_text_in_the_log(task, run):
     assert lines(run(1, env) / "rollouts.jsonl")[0]["answer"] == "{(1, 2): 3}"
 
 
+@pytest.mark.parametrize("answer, text", [("Mute()", "<Mute>"), ("lock", "<unlocked _thread.lock")])
+def test_answers_without_a_text_and_rows_that_cannot_be_copied_are_no_reason_to_end(answer, text, task, run):
+    env = task(f"""
+import threading
+lock = threading.Lock()
+
+class Mute:
+    def __repr__(self):
+        raise RuntimeError("closed connection")
+
+def reward(state):
+    state["answer"] = {answer}
+    return noise()
+
+env = SingleTurnEnv([row | {{"lock": lock}} for row in ROWS], rubric=Rubric([reward]))""")
+    assert lines(run(1, env) / "rollouts.jsonl")[0]["answer"].startswith(text)
+
+
+@pytest.mark.parametrize("code, error", [
+    ("def start(self, row): return super().start(row) | {'replies': {}}", "not a dict without 'replies'"),
+    ("def start(self, row): return True", "start returned True, not a dict"),
+    ("def setup_state(self, state): return 3", "setup_state returned 3, not a dict"),
+    ("def is_completed(self, messages, state): return np.ones(2)", "is_completed returned <class 'numpy.ndarray'>"),
+    ("def add_fields(self, sequences): sequences[0]['mine'] = {}", "field 'mine': float"),
+])  # fmt: skip
+def test_what_a_method_returned_is_named(code, error, task, run):
+    env = task(f"class Own(MultiTurnEnv):\n    {code}\n\nenv = Own(ROWS, max_turns=1, rubric=Rubric([noise]))")
+    with pytest.raises(RunError, match=f"mostly by DataError: .*{error}") as e:
+        run(1, env, "orchestrator.max_error_share=0.2")
+    assert e.value.code == 4
+
+
+def test_an_endless_group_reward_is_no_endless_list(task, run):
+    env = task("""
+from configs.environments.rubrics import GroupRubric
+
+def endless(completions):
+    while True:
+        yield 1.0
+
+env = SingleTurnEnv(ROWS, rubric=GroupRubric([endless]))""")
+    with pytest.raises(RunError, match="reward function endless returned .*not a number for each of 4 rollouts"):
+        run(1, env, "orchestrator.max_error_share=0.2")
+
+
 def test_rewards_see_how_the_server_ended_each_turn(task, run):
     env = task("""
 def ended(replies, completion):
@@ -203,9 +250,14 @@ def limited(completion):
 
 def test_a_time_limit_that_cannot_work_is_no_reward_of_zero(task, run):
     env = task(f"{ALARM}\nenv = SingleTurnEnv(ROWS, rubric=Rubric([limited]))")
-    with pytest.raises(RunError, match="mostly by DataError: limited sets a signal handler .*in a thread") as e:
+    with pytest.raises(RunError, match="mostly by NeedsMainThread: limited sets a signal handler .*in a thread") as e:
         run(1, env, "orchestrator.max_error_share=0.2")
     assert e.value.code == 4
+
+
+def test_handlers_may_be_set_by_name_in_the_main_thread():
+    asyncio.run(in_thread(abs, 1))
+    assert signal.signal(signalnum=signal.SIGUSR1, handler=signal.SIG_DFL) is signal.SIG_DFL
 
 
 def test_it_works_in_an_environment_of_verifiers_as_it_does_there(task, run):
@@ -227,7 +279,8 @@ def test_output_directory_and_processes_of_a_task_spoil_nothing(task, tmp_path, 
     env = task(f"""
 import io
 from concurrent.futures import ProcessPoolExecutor
-POOL = ProcessPoolExecutor(2)
+from multiprocessing import get_context
+POOL = ProcessPoolExecutor(2, get_context("forkserver"))
 
 def rude():
     print("half a line", end="")
@@ -280,6 +333,7 @@ def test_changed_keys_are_named_and_another_loss_is_refused(task, run, capfd):
     with pytest.raises(RunError, match=r"began with another \['trainer.loss'\].*allow_changes") as e:
         run(3, env, "trainer.loss=grpo")
     assert e.value.code == 2
+    assert [line["step"] for line in lines(run.run_dir / "rollouts.jsonl")][-1] == 1  # nothing was cut
     run(3, env, "trainer.loss=grpo", "allow_changes=true")
     assert len(all_batches(run.run_dir)) == 3
 
@@ -299,6 +353,13 @@ env = SingleTurnEnv(ROWS, ROWS[:3], rubric=Rubric([noise, fails_on_some], [1.0, 
     assert first["reward/lost_as_0"] == pytest.approx(sum(rewards) / 6)
     show.main([str(run_dir), "--evals", "--step", "0"])
     assert capsys.readouterr().out.count("=== step 0, ") == 6
+
+
+def test_a_value_with_any_line_break_is_one_value(task, run, capfd):
+    env = task("env = SingleTurnEnv(ROWS, rubric=Rubric([noise]))")
+    for steps, name in ((1, "a\u2028b\u0085c = d\u2029"), (2, "a\u2028b\u0085c = e\u2029")):
+        run(steps, f'{env}\n[inference.args]\nmine = "{name}"')
+    assert "run: inference.args was " in capfd.readouterr().out
 
 
 def test_replayed_groups_are_in_no_mean(task, run, tmp_path):

@@ -311,6 +311,7 @@ def test_turns_that_end_with_a_string_or_hold_special_tokens_do_not_fork(connect
         assert all(forks(r) == 0 for r in rollouts if is_plain(r) or not may_fork)
         assert any(forks(r) for r in rollouts) == may_fork
         turns = [m["content"] for r in rollouts for m in r.state["completion"] if m["role"] == "assistant"]
+        assert not any(text.endswith("<|end|>") for text in turns)  # stop tokens are none of the text
         whys = [reply["choices"][0]["stop_reason"] for r in rollouts for reply in r.state["replies"]]
         assert all(text.endswith(why) for text, why in zip(turns, whys) if isinstance(why, str)) and "Q" in whys
 

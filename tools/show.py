@@ -78,7 +78,8 @@ def from_root(path):
 
 
 class Lines:
-    """The whole lines of a JSON Lines file as they appear. A resumed run makes a new file, read from its beginning."""
+    """The whole lines of a JSON Lines file as they appear. A resumed run cuts it, and it is then read from its
+    beginning."""
 
     def __init__(self, path):
         self.path = path

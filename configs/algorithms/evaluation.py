@@ -30,13 +30,13 @@ async def evaluate(due, envs, client):
             began = time.time()
             groups = await roll_out(env, client)
             numbered = [Group(name, i, i, rollouts, "") for i, rollouts in enumerate(groups)]
-            append_rollouts(run_directory(cfg) / "eval_rollouts.jsonl", version, numbered)
             metrics = eval_metrics(groups) | {"seconds": time.time() - began}
             reason = groups[0][0].error or "the prompts are too long"
             require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
             line = {"step": version, "version_first": version, "version_last": client.version, "env": name} | metrics
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
+            append_rollouts(run_directory(cfg) / "eval_rollouts.jsonl", version, numbered)
             shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
             say(f"eval {version} | {name}: {' '.join(shown)}")
 

@@ -13,6 +13,7 @@ rubric = TurnRubric([correct, shorter])              # a single number belongs t
 """
 
 import copy
+from itertools import islice
 
 from env import Rubric, call, ensure, finite, name_of, parameters
 
@@ -52,7 +53,7 @@ class GroupRubric(Rubric):
         metrics = [{} for _ in states]
         for func, weight, objects in parts:
             values = await call(func, **states[0] | objects | have)
-            values = list(values) if hasattr(values, "__iter__") else [values]
+            values = list(islice(values, len(states) + 1)) if hasattr(values, "__iter__") else [values]  # maybe endless
             what = f"reward function {name_of(func)} returned {values}, not a number for each of {len(states)} rollouts"
             ensure(len(values) == len(states), what)
             scale = weight_at(weight, states[0]["step"])

@@ -17,7 +17,7 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.utils.async_utils import maybe_await
 from verifiers.utils.message_utils import normalize_messages
 
-from env import SingleTurnEnv, Truncated, finite
+from env import NeedsMainThread, SingleTurnEnv, Truncated, finite, in_thread
 
 FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
 
@@ -42,15 +42,37 @@ def plain(message):
     return {key: value for key, value in message.items() if value is not None}
 
 
-def reporting(function):
-    """verifiers counts 0 for a reward function that raises; this wrapper also keeps the error for score().
+IN_MAIN_THREAD = set()  # functions that set signal handlers
 
-    Plain functions run in the main thread, as in verifiers: a time limit by signal.alarm works nowhere else."""
+
+async def call_theirs(function, *args, **kwargs):
+    """verifiers calls plain functions in the event loop. In a thread they delay no other rollout, but a time limit by
+    signal.alarm works in the main thread alone: a function that sets one is called there."""
+    if function not in IN_MAIN_THREAD:
+        try:
+            return await in_thread(function, *args, **kwargs)
+        except NeedsMainThread:
+            IN_MAIN_THREAD.add(function)
+    return await maybe_await(function, *args, **kwargs)
+
+
+def off_loop(function):
+    """The same function, off the event loop if it can be."""
+
+    @functools.wraps(function)
+    async def wrapper(*args, **kwargs):
+        return await call_theirs(function, *args, **kwargs)
+
+    return wrapper
+
+
+def reporting(function):
+    """verifiers counts 0 for a reward function that raises; this wrapper also keeps the error for score()."""
 
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
         try:
-            value = await maybe_await(function, *args, **kwargs)
+            value = await call_theirs(function, *args, **kwargs)
             if isinstance(value, list | tuple):
                 return [finite(function, item) for item in value]
             return finite(function, value)
@@ -137,6 +159,9 @@ class VerifiersEnv(SingleTurnEnv):
         self.env = env
         self.rubric = VerifiersRubric(env)
         self.tools = [schema_of(tool) for tool in env.tool_defs or []] or None
+        for child in [env, *getattr(env, "envs", [])]:
+            tools = getattr(child, "tool_map", {})
+            child.tool_map = {name: off_loop(tool) for name, tool in tools.items()}
 
     def start(self, row):
         given = {key: row[key] for key in ("answer", "info", "task") if row.get(key) is not None}

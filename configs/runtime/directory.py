@@ -55,7 +55,7 @@ def report_changes(run_dir, text):
 
 def values_in(text):
     """{key: value} of a config.toml, which has a line for each key."""
-    return dict(line.split(" = ", 1) for line in text.splitlines())
+    return dict(line.split(" = ", 1) for line in text.rstrip("\n").split("\n"))  # values may have other line breaks
 
 
 def redacted(value):

@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 ROOT = re.escape(str(Path(__file__).parents[2]))
 # Files in which no user's code is: ours, apart from tasks, and those of libraries.
 OURS = rf"{ROOT}/((env|orchestrator|trainer|launch).py|tools/|configs/(__init__|(?!tasks/)\w+/))"
-OURS += "|<|.*/(lib/python|site-packages)"
+OURS += "|<|.*/(lib(64)?/python|site-packages)"
 STDOUT = []  # a copy of the file descriptor
 
 
