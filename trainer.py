@@ -665,6 +665,7 @@ def apply_gradients(policy, optimizer, scale, max_norm):
     if math.isfinite(grad_norm):
         optimizer.step()
     optimizer.zero_grad()
+    adapt_loss_scale(policy, grad_norm)
     return grad_norm
 
 
@@ -756,7 +757,6 @@ def train_step(policy, optimizer, batch, step, cfg):
             # 6. The optimizer step.
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
             grad_norms.append(grad_norm)
-            adapt_loss_scale(policy, grad_norm)
     # 7. Sums become means over all ranks.
     dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
     metrics = token_means(sums, num_mask * t.updates_per_batch)
