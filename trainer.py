@@ -709,6 +709,13 @@ def token_means(sums, num_mask):
     return dict(zip(names, means.tolist()))
 
 
+def norm_metrics(grad_norms):
+    """The mean norm of a batch's gradients; steps whose gradient was not finite are counted as skipped."""
+    finite = list(filter(math.isfinite, grad_norms))
+    mean = np.mean(finite or math.nan)
+    return {"optim/grad_norm": mean, "optim/skipped": len(grad_norms) - len(finite)}
+
+
 def train_step(policy, optimizer, batch, step, cfg):
     """Trains on one batch: updates_per_batch passes of `minibatches` optimizer steps each. Collective.
 
@@ -760,10 +767,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     # 7. Sums become means over all ranks.
     dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
     metrics = token_means(sums, num_mask * t.updates_per_batch)
-    finite = list(filter(math.isfinite, grad_norms))
+    metrics |= norm_metrics(grad_norms)
     metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
-    metrics["optim/grad_norm"] = np.mean(finite or math.nan)
-    metrics["optim/skipped"] = len(grad_norms) - len(finite)
     seconds = time.perf_counter() - started
     metrics["time/train_s"] = seconds
     metrics["perf/tokens_per_s"] = t.updates_per_batch * num_tokens / seconds
