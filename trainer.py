@@ -693,6 +693,11 @@ def adapt_loss_scale(policy, grad_norm):
         policy.extra["fp16_scale"] = scale.clamp(max=8.0)
 
 
+def distance_from_sampler(log_r_N):
+    """Metrics per token. The KL is cut at 5 nats: exp(12) at one token of 100,000 would look like a policy far away."""
+    return {"policy/kl_sampler": k3(log_r_N.clamp(max=5)), "policy/beyond_2_nats": log_r_N.abs() > 2}
+
+
 def add_up(sums, logs, mask_N):
     """Adds what a micro-batch logs per token to the sums of the step."""
     for name, value_N in logs.items():
@@ -755,8 +760,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 (scale * loss_N.sum()).backward()
                 # 5. What is logged. token_means will divide by the number of tokens.
                 logs["policy/entropy"] = entropy_N
-                log_r_N = logp_N - micro["old_logp_N"]
-                logs["policy/kl_sampler"] = k3(log_r_N)
+                logs |= distance_from_sampler(logp_N - micro["old_logp_N"])
                 add_up(sums, logs, micro["mask_N"])
                 sums["loss"] += loss_N.detach().sum() * share * num_mask
                 if update == 0:

@@ -736,6 +736,22 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     assert [line["step"] for line in lines(metrics)] == [0, 1] and "NaN" not in metrics.read_text()
 
 
+def test_one_improbable_token_is_no_policy_far_away(make_cfg, tmp_path):
+    """One of 200 tokens that the sampler found e^12 times less probable, step after step."""
+    cfg = make_cfg()
+    policy = trainer.build_policy(cfg)
+    sequences = make_sequences(32)
+    logp = iter(scored(policy.model, sequences)[0].tolist())
+    for s in sequences:
+        s["old_logp"] = [next(logp) if is_said else 0.0 for is_said in s["mask"]]
+    sequences[0]["old_logp"][-1] -= 12
+    idle = trainer.make_optimizer(policy, cfg.trainer._replace(learning_rate=0.0))
+    metrics, _ = trainer.train_step(policy, idle, batch_of(tmp_path, sequences), 0, cfg)
+    num = sum(sum(s["mask"]) for s in sequences)
+    assert 0.1 < metrics["policy/kl_sampler"] < 1 and metrics["policy/beyond_2_nats"] == pytest.approx(1 / num)
+    assert trainer.count_useless(2, metrics, 0, False) == 0
+
+
 def test_a_replay_of_nothing_is_refused(make_cfg, tmp_path):
     make_cfg()
     with pytest.raises(RunError, match=f"--replay {tmp_path}: no step_.*safetensors there") as e:
