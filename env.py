@@ -45,8 +45,8 @@ def parameters(function):
 
 
 def name_of(function):
-    """Its name in metrics and messages: a partial has the inner function's, an object its class's."""
-    while isinstance(function, functools.partial):
+    """Its name in metrics and messages: a partial without one has the inner function's, an object its class's."""
+    while isinstance(function, functools.partial) and not hasattr(function, "__name__"):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
@@ -59,7 +59,8 @@ def pick(function, have):
     missing = sorted(needed - have.keys())
     what = f"{name_of(function)}() wants {missing} (groups: configs/environments/rubrics.py)"
     ensure(not missing, f"{what}; given: {list(have)}")
-    return {key: value for key, value in have.items() if takes_all or key in wanted}
+    bound = getattr(function, "keywords", {})  # by a partial
+    return {key: value for key, value in have.items() if key not in bound and (takes_all or key in wanted)}
 
 
 class NeedsMainThread(DataError):
@@ -89,9 +90,10 @@ async def in_thread(function, /, *args, **given):
             value = function(*args, **given)
         except (StopIteration, GeneratorExit) as e:  # asyncio would take them for its own
             raise RuntimeError(f"{name_of(function)} raised {e!r}").with_traceback(e.__traceback__) from e
-        if THREAD.sets_handler:
-            what = f"{name_of(function)} sets a signal handler (for signal.alarm?) in a thread, where it cannot"
-            raise NeedsMainThread(f"{what}: see configs/README")
+        finally:  # whether it let the error out or hid it
+            if THREAD.sets_handler:
+                what = f"{name_of(function)} sets a signal handler (for signal.alarm?) in a thread, where it cannot"
+                raise NeedsMainThread(f"{what}: see configs/README")
         return value
 
     value = await asyncio.to_thread(work)
@@ -320,6 +322,7 @@ def load_environment(id, args):
     name = id.rsplit("/", 1)[-1].replace("-", "_")
     ensure(name not in OURS, f"{name} is a module of this project: give yours another name")
     ours = f"configs.tasks.{name}"
+    signal.signal = set_handler  # before the module may take it: from signal import signal
     is_ours = find_spec(ours) and not find_spec(name)
     module = importlib.import_module(ours if is_ours else name)
     if not hasattr(module, "load_environment") and find_spec(ours):

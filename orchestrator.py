@@ -165,6 +165,7 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 WRITER = ThreadPoolExecutor(1)  # of batches
+TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jsonl has them
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
 METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
@@ -492,15 +493,19 @@ def append_rollouts(path, step, groups):
         for i, r in enumerate(group.rollouts):
             version = min(r.versions, default=None)
             line = {"step": step, "version": version} | metadata_of(group, i)
-            talk = {key: r.state.get(key) for key in ("prompt", "completion", "answer", "info")}
-            try:
-                text = json.dumps(line | talk, default=str)
-            except Exception:  # a key that is a tuple, a value that contains itself, an object without a text
-                texts = {key: as_text(value) for key, value in talk.items()}
-                text = json.dumps(line | texts)
-            lines.append(f"{text}\n")
+            line |= {key: r.state.get(key) for key in TALK}
+            lines.append(to_json(line))
     with open(path, "a") as file:
         file.write("".join(lines))
+
+
+def to_json(line):
+    """A line about a rollout for a JSON Lines file. What its state holds becomes text if JSON cannot have it."""
+    try:
+        return json.dumps(line, default=str) + "\n"
+    except Exception:  # a key that is a tuple, a value that contains itself, an object without a text
+        texts = {key: as_text(line.get(key)) for key in TALK}
+        return json.dumps(line | texts) + "\n"
 
 
 def as_text(value):

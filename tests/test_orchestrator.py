@@ -246,7 +246,7 @@ def test_two_calls_at_once_are_two_sequences(make_cfg):
     ("extra", [1, 2, 3], ""), ("extra", np.arange(3.0), ""), ("extra", torch.arange(3), ""), ("mask", [0, 0, 1.0], ""),
     ("extra", [1, 2], r"DataError: field 'extra' has values of shape \(2,\) for 3 tokens"),
     ("extra", torch.ones(3, 1), r"DataError: field 'extra' has values of shape \(3, 1\)"),
-    ("extra", ["a", "b", "c"], "ValueError: could not convert string to float"), ("extra", None, "DataError: .*extra"),
+    ("extra", ["a", "b", "c"], "DataError: field 'extra': could not convert"), ("extra", None, "DataError: .*extra"),
     ("reward", [1, 2, 3], "DataError: a field may not be called 'reward', nor any of .*'staleness'"),
     ("row", [1, 2, 3], "DataError: a field may not be called 'row', nor any of .*'staleness'"),  # collate's own
 ])  # fmt: skip

@@ -17,6 +17,7 @@ from conftest import ROOT, all_batches, launch, lines, write_run
 from scripted import play
 
 import orchestrator
+from configs.environments.scoring import score
 from configs.runtime.directory import cut_lines
 from configs.runtime.role import RunError
 from env import DataError, MultiTurnEnv, Rubric, SingleTurnEnv, call, in_thread, load_environment, load_rows
@@ -70,18 +71,34 @@ def test_what_is_none_says_its_type(value):
         play(SingleTurnEnv(ROWS, rubric=Rubric([lambda: value])), ROWS[0], "x")
 
 
+def test_scores_without_a_server_are_floats_whatever_a_rubric_returns():
+    class Own(Rubric):
+        async def score(self, state):
+            return decimal.Decimal("0.5"), {}
+
+        async def score_group(self, states):
+            return [(np.float32(0.25), {}) for _ in states]
+
+    env = SingleTurnEnv([{"question": "a", "answer": {(1, 2): 3}}], rubric=Own([]))
+    (value,) = score(env, ["a"], ["b"])
+    assert value == 0.75 and type(value) is float
+
+
 class Length:
     def __call__(self, completion, factor=1.0):
         return factor * len(completion[-1]["content"])
 
 
 def test_partials_and_objects_are_functions_with_the_names_they_have():
-    env = SingleTurnEnv(ROWS, rubric=Rubric([Length(), functools.partial(call_me, factor=2.0)]))
-    assert play(env, ROWS[0], "abc")[2] == {"Length": 3.0, "call_me": 6.0}
+    named = functools.partial(call_me, factor=2.0, answer="mine")
+    named.__name__ = "named"
+    env = SingleTurnEnv(ROWS, rubric=Rubric([Length(), functools.partial(call_me, factor=2.0), named]))
+    assert play(env, ROWS[0], "abc")[2] == {"Length": 3.0, "call_me": 7.0, "named": 10.0}
 
 
-def call_me(completion, factor):
-    return factor * len(completion[-1]["content"])
+def call_me(completion, factor, answer):
+    """A partial's own answer is not the row's."""
+    return factor * len(completion[-1]["content"]) + len(answer)
 
 
 @pytest.mark.parametrize("code, error", {
@@ -260,8 +277,15 @@ def test_handlers_may_be_set_by_name_in_the_main_thread():
     assert signal.signal(signalnum=signal.SIGUSR1, handler=signal.SIG_DFL) is signal.SIG_DFL
 
 
-def test_it_works_in_an_environment_of_verifiers_as_it_does_there(task, run):
-    env = task(f"""{ALARM}
+@pytest.mark.parametrize("how", ["hidden", "raised", "by name"])
+def test_it_works_in_an_environment_of_verifiers_as_it_does_there(how, task, run):
+    """Whether the function hides the error or not, and however it came by signal.signal."""
+    code = {
+        "hidden": ALARM,
+        "raised": ALARM.replace("except Exception", "except TimeoutError"),
+        "by name": f"from signal import signal as set_handler\n{ALARM.replace('signal.signal', 'set_handler')}",
+    }[how]
+    env = task(f"""{code}
 import verifiers as vf
 from datasets import Dataset
 

@@ -112,7 +112,7 @@ def test_a_stale_adapter_is_caught(connect, monkeypatch):
     trainer.sync_weights(sender, policy, 0, cfg)
     shake(policy, std=0.1)
     say = sender.say
-    monkeypatch.setattr(sender, "say", lambda version, rows: say(0, rows))
+    monkeypatch.setattr(sender, "say", lambda version, rows, num: say(0, rows, num))
     with pytest.raises(RunError, match="canary after sync of version 1"):
         trainer.sync_weights(sender, policy, 1, cfg)
 

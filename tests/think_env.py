@@ -4,6 +4,7 @@ that misbehave."""
 import random
 import threading
 import time
+from collections import Counter
 
 from configs.environments.tools import ToolEnv
 from env import MultiTurnEnv, Rubric, SingleTurnEnv
@@ -83,9 +84,13 @@ def letters_sum(completion):
     return sum(map(ord, completion[-1]["content"]))
 
 
+CALLS = Counter()  # of misbehaves, by row
+
+
 def misbehaves(completion, state):
     """By the number of its call: raises, returns no number, or is fine."""
-    state["task"]["calls"] = calls = state["task"].get("calls", 0) + 1
+    CALLS[state["answer"]] += 1
+    calls = CALLS[state["answer"]]
     if calls % 4 == 1:
         raise RuntimeError("user code fails")
     if calls % 4 == 2:
@@ -144,6 +149,7 @@ def double(a: int) -> int:
 
 
 def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
+    CALLS.clear()
     rows = [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num_rows)]
     match kind:
         case "turns":

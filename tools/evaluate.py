@@ -29,7 +29,7 @@ from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_c
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
 from env import DataError, load_environment, load_rows
-from orchestrator import Reply, means, run_group, save_batch
+from orchestrator import Reply, means, run_group, save_batch, to_json
 from tools.advice import is_hopeless, lost_in_evaluation
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
@@ -120,7 +120,10 @@ def make_ask(client, model, sampling):
             more = {"tools": tools} if tools else {}
             reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
             message = message_of(reply.choices[0])
-        return Reply(message, [], [], [], reply.model_dump(), reply.choices[0].finish_reason == "length", [0, 0])
+        raw = reply.model_dump()
+        if not isinstance(prompt, str):
+            raw["choices"][0]["message"]["content"] = message["content"]
+        return Reply(message, [], [], [], raw, reply.choices[0].finish_reason == "length", [0, 0])
 
     return ask
 
@@ -183,8 +186,7 @@ async def run(args, cfg):
 
             def write(example, group, name=spec.name):
                 for i, rollout in enumerate(group):
-                    line = as_line(name, example, i, rollout)
-                    out.write(json.dumps(line, default=str) + "\n")
+                    out.write(to_json(as_line(name, example, i, rollout)))
                 out.flush()
 
             env = load_environment(spec.id, spec.args)

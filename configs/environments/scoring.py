@@ -8,7 +8,7 @@ import asyncio
 import json
 import traceback
 
-from env import ensure
+from env import ensure, finite
 
 
 def score(env, prompts, completions, **columns):
@@ -59,7 +59,11 @@ def choose(rows, given, where, prompt):
 
 
 def text_of(value):
-    return json.dumps(value, sort_keys=True, default=str)
+    """The same text for equal values, also for those that JSON cannot hold."""
+    try:
+        return json.dumps(value, sort_keys=True, default=str)
+    except TypeError:  # a key that is a tuple
+        return repr(value)
 
 
 def state_of(env, row, prompt, completion):
@@ -89,7 +93,7 @@ async def score_group(env, group, rewards):
         if isinstance(result, Exception):
             errors.setdefault(type(result), result)
         else:
-            kept.append((i, state, result[0]))
+            kept.append((i, state, finite(env.rubric.score, result[0])))
     try:
         more = await env.rubric.score_group([state for _, state, _ in kept])
         more = more or [(0.0, {}) for _ in kept]
@@ -100,7 +104,7 @@ async def score_group(env, group, rewards):
     for error in errors.values():
         traceback.print_exception(error)
     for (i, _, reward), (added, _) in zip(kept, more):
-        rewards[i] = reward + added
+        rewards[i] = reward + finite(env.rubric.score_group, added)
 
 
 def as_messages(text, role="user"):

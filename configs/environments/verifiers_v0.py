@@ -73,6 +73,8 @@ def reporting(function):
     async def wrapper(*args, **kwargs):
         try:
             value = await call_theirs(function, *args, **kwargs)
+            if hasattr(value, "tolist"):  # of numpy or torch
+                value = value.tolist()
             if isinstance(value, list | tuple):
                 return [finite(function, item) for item in value]
             return finite(function, value)
