@@ -946,7 +946,7 @@ def test_batches_that_were_once_wrong_or_infinite(make_cfg, tmp_path):
         gradients(make_cfg("trainer.advantage=test_trainer:endless"), batch_of(tmp_path, sequences))
     strange = [s | {"old_logp": [-200.0 * m for m in s["mask"]]} for s in sequences]
     metrics = gradients(make_cfg(), batch_of(tmp_path, strange))[0]
-    assert all(math.isfinite(value) for value in metrics.values()) and metrics["policy/kl_sampler"] > 1e8
+    assert all(math.isfinite(value) for value in metrics.values()) and metrics["policy/kl_sampler"] > 100
     masked = [s | {"mask": [0] * len(s["mask"])} for s in sequences]
     for loss in ("cispo", "losses:gspo"):
         metrics, grads, logp_T = gradients(make_cfg(f"trainer.loss={loss}"), batch_of(tmp_path, masked))
