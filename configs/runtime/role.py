@@ -114,9 +114,9 @@ def run_role(role, module=None):
         importlib.import_module(module or role).main(sys.argv[1:])
         with suppress(OSError, ValueError):  # user code may have closed it
             sys.stdout.flush()
-    except (SystemExit, KeyboardInterrupt):
-        raise
     except BaseException as e:  # not sys.excepthook, which torch.distributed wraps
+        if isinstance(e, SystemExit | KeyboardInterrupt) and not place_of(e):
+            raise  # argparse's, or a signal's; user code's is an error
         error = first_cause(e)
         text = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RunError: ")
         code = exit_code(error, text)
