@@ -1,14 +1,17 @@
 """The ids that demonstrations and --offline train are those that the policy would sample. Tiny tokenizers with the chat
 templates of public models and their stop tokens; the expected tokens are written by hand."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
 import pytest
 import transformers
 from conftest import BASE, all_batches
+from openai.types.chat import ChatCompletion
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from configs import load_config
 from configs.runtime.role import DATA, RunError
 from tools import evaluate
 
@@ -202,5 +205,21 @@ def test_a_truncated_text_has_no_end(trained):
 @pytest.mark.parametrize("reason, kept", [("</a>", "b a</a>"), (106, "b a"), (None, "b a")])
 def test_an_answer_keeps_the_string_that_stopped_it(reason, kept):
     """vLLM names it, or the id of a stop token; other servers say nothing of it."""
-    about = {} if reason is None else {"stop_reason": reason}
-    assert evaluate.with_stop_string("b a", SimpleNamespace(**about)) == kept
+    message = {"role": "assistant", "content": "b a"}
+    choice = {"index": 0, "finish_reason": "stop", "message": message}
+    choice |= {} if reason is None else {"stop_reason": reason}
+    head = {"id": "", "created": 0, "model": "m", "object": "chat.completion"}
+    reply = ChatCompletion.model_validate(head | {"choices": [choice]})
+
+    async def create(**asked):
+        return reply
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    said = asyncio.run(evaluate.make_ask(client, "m", {})([{"role": "user", "content": "a"}]))
+    assert said.message["content"] == said.raw["choices"][0]["message"]["content"] == kept
+
+
+def test_evaluations_sample_special_tokens_as_training_does(tmp_path):
+    toml = tmp_path / "some.toml"
+    toml.write_text('model = "m"\n[env]\nid = "e"\n[orchestrator.sampling]\nskip_special_tokens = false\n')
+    assert evaluate.sampling_of(load_config(toml), False)["extra_body"] == {"skip_special_tokens": False}

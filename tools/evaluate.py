@@ -29,7 +29,7 @@ from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_c
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
 from env import DataError, load_environment, load_rows
-from orchestrator import Reply, means, run_group, save_batch, to_json
+from orchestrator import Reply, means, run_group, save_batch, stop_string, to_json
 from tools.advice import is_hopeless, lost_in_evaluation
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
@@ -89,22 +89,14 @@ async def connect(args, cfg):
         raise RunError(CONFIG, what) from None
 
 
-def with_stop_string(text, choice):
-    """The text with the string of sampling.stop that ended it, as training has it. Only vLLM says which it was."""
-    reason = getattr(choice, "stop_reason", None)
-    return text + reason if isinstance(reason, str) else text
-
-
-def message_of(choice):
+def message_of(reply):
     """The message of a chat completion, with the fields that the next prompt must repeat."""
-    reply = choice.message
-    message = {"role": "assistant", "content": with_stop_string(reply.content or "", choice)}
+    message = {"role": "assistant", "content": reply["content"]}
     for key in ("reasoning", "reasoning_content"):
-        text = getattr(reply, key, None)
-        if text:
-            message["reasoning"] = text
-    if reply.tool_calls:
-        message["tool_calls"] = [call.model_dump() for call in reply.tool_calls]
+        if reply.get(key):
+            message["reasoning"] = reply[key]
+    if reply.get("tool_calls"):
+        message["tool_calls"] = reply["tool_calls"]
     return message
 
 
@@ -115,15 +107,18 @@ def make_ask(client, model, sampling):
     async def ask(prompt, tools=None, user=""):
         if isinstance(prompt, str):
             reply = await client.completions.create(model=model, prompt=prompt, **sampling)
-            message = with_stop_string(reply.choices[0].text, reply.choices[0])
+            raw = reply.model_dump()
+            choice = raw["choices"][0]
+            choice["text"] += stop_string(choice)  # as in training; only vLLM says which it was
+            message = choice["text"]
         else:
             more = {"tools": tools} if tools else {}
             reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
-            message = message_of(reply.choices[0])
-        raw = reply.model_dump()
-        if not isinstance(prompt, str):
-            raw["choices"][0]["message"]["content"] = message["content"]
-        return Reply(message, [], [], [], raw, reply.choices[0].finish_reason == "length", [0, 0])
+            raw = reply.model_dump()
+            choice = raw["choices"][0]
+            choice["message"]["content"] = (choice["message"]["content"] or "") + stop_string(choice)
+            message = message_of(choice["message"])
+        return Reply(message, [], [], [], raw, choice["finish_reason"] == "length", [0, 0])
 
     return ask
 
@@ -136,9 +131,13 @@ def sampling_of(cfg, is_training):
     sampling["top_p"] = cfg.sampling.top_p  # without it vLLM takes that of the model's generation_config.json
     if cfg.sampling.stop:
         sampling["stop"] = cfg.sampling.stop
-    if cfg.sampling.chat_template_kwargs:  # a server that does not know it cannot do what was asked for
-        sampling["extra_body"] = {"chat_template_kwargs": cfg.sampling.chat_template_kwargs}
-    return sampling
+    # Not of OpenAI's API: a server that does not know them cannot do what was asked for.
+    more = {}
+    if cfg.sampling.chat_template_kwargs:
+        more["chat_template_kwargs"] = cfg.sampling.chat_template_kwargs
+    if not cfg.sampling.skip_special_tokens:
+        more["skip_special_tokens"] = False
+    return sampling | {"extra_body": more} if more else sampling
 
 
 async def roll_out(env, rows, k, ask, cfg, on_group):
