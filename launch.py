@@ -10,13 +10,10 @@ import fcntl
 import glob
 import json
 import os
-import random
 import re
 import select
 import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -26,6 +23,7 @@ from typing import NamedTuple
 
 from configs import load_config, to_toml
 from configs.runtime.directory import identity, refuse_other, report_changes, run_directory
+from configs.runtime.machine import check_machine, free_gb, look_around
 from configs.runtime.role import CONFIG, DIED, STORAGE, RunError, end_with_parent, exit_code, require, run_role
 from configs.serving.flags import server_flags
 
@@ -44,10 +42,14 @@ COMMON = {  # of all roles, unless the launcher's own environment has another va
 }
 ON_CPU = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "4000000000"}  # freed memory is kept: a tenth faster
 
+FIRST = {"prepare", "estimate"}  # roles that end before the next one starts
+
 # The lines of the logs that the console has as well.
 CONSOLE = rb"(?m)^(?:step|eval|batch|rollout|(?:run|check|warning|time|result):).*"
-REPORT = r"(?m)^\[(prepare|orchestrator|trainer)\] exit=(\d+) pid=(\d+ rank=\d+) (.*)"
+REPORT = r"(?m)^\[(prepare|estimate|orchestrator|trainer)\] exit=(\d+) pid=(\d+ rank=\d+) (.*)"
 KILLED_RANK = r"exitcode *: -(?!15 )\d+ \(.*\)"  # -15: torchrun ends the other ranks
+# An error in vLLM's log, but not what the server says when its engine has not started.
+ERROR = r"(?m)(\b\w+(?:Error|Exception): (?!Engine core init).+)"
 SECRET = r"""(?i)((key|token|secret|password)\W+)[^]",}]+"""
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -61,20 +63,8 @@ class Role(NamedTuple):
     env: dict  # beside COMMON and the launcher's own
 
 
-class Machine(NamedTuple):
-    """What `plan` must know about the place and the command line."""
-
-    gpus: list  # as in CUDA_VISIBLE_DEVICES; empty if there are none
-    cpus: int
-    ports: list  # one for each server to start
-    tmp: str  # a short path, as vLLM's sockets need it
-    model_size: int  # bytes of the largest file in the model's directory; -1 if it is not there
-    environ: dict
-    args: list  # config.toml table.key=value ...
-
-
 def plan(cfg, machine):
-    """The roles of a run, in the order of their start: [prepare,] orchestrator, inference ..., trainer."""
+    """The roles of a run, in the order of their start: [prepare, estimate,] orchestrator, inference ..., trainer."""
     python = sys.executable
     gpus = machine.gpus
     ports = machine.ports
@@ -96,6 +86,8 @@ def plan(cfg, machine):
     if cfg.run.prepare and not has_model and not is_other:
         roles.append(Role("prepare", [python, cfg.run.prepare, *args], env))
         has_model = True
+    if not cfg.run.max_steps:  # --check
+        roles.append(Role("estimate", [python, "tools/memory.py", *args], env))
     own = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     roles.append(Role("orchestrator", [python, "orchestrator.py", *args], env | own))
     if has_model:  # the orchestrator stays online, since its rows may not be here
@@ -113,12 +105,12 @@ def plan(cfg, machine):
             own["OMP_NUM_THREADS"] = num_threads(machine, 2 * len(ports))
         roles.append(Role(f"inference{i or ''}", [*command, "--port", str(port)], env | own))
 
-    first = 0 if shares else num_served
+    first = min(num_served, len(gpus) - num)  # the last GPUs, which it shares if there are too few
     is_small = machine.model_size < 32 << 20
     own = {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num]),
         "OMP_NUM_THREADS": num_threads(machine, 2 * num if is_small else num),  # half the threads are then faster
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        "PYTORCH_ALLOC_CONF": allocator(machine),
     }
     script = "trainer.py" if cfg.run.max_steps else "tools/check.py"
     argv = [python, "-m", "torch.distributed.run", "--log-dir", machine.tmp, "--nproc-per-node", str(num)]
@@ -129,6 +121,13 @@ def plan(cfg, machine):
         argv = ["bash", "-c", AFTER_PORT, f"/dev/tcp/127.0.0.1/{ports[-1]}", *argv]
     roles.append(Role("trainer", argv, env | own))
     return roles
+
+
+def allocator(machine):
+    """torch's options for the trainer's memory. Parts of a GPU (MIG) have no segments that expand."""
+    given = machine.environ.get("PYTORCH_ALLOC_CONF") or machine.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    is_part = any(gpu.startswith("MIG") for gpu in machine.gpus)
+    return given or f"expandable_segments:{not is_part}"
 
 
 def num_threads(machine, num_shares):
@@ -155,36 +154,6 @@ def environment(cfg, machine, shares):
     if machine.ports and not machine.environ.get("NNODES"):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return env if machine.gpus else env | ON_CPU
-
-
-def look_around(cfg, args, tmp):
-    """The Machine for `plan`."""
-    listed = subprocess.getoutput("nvidia-smi -L || ls /dev")
-    numbers = re.findall("(?m)^(?:GPU |nvidia)([0-9]+)", listed)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
-    gpus = re.findall("[^,]+", visible) if numbers else []
-    cpus = len(os.sched_getaffinity(0))
-    sizes = [path.stat().st_size for path in Path(cfg.run.model).glob("*")]
-    # Sums of the code that `prepare` made the model from.
-    is_stale = "FAILED" in subprocess.getoutput(f"LC_ALL=C sha256sum -c {shlex.quote(cfg.run.model)}/made_from")
-    size = -1 if is_stale else max(sizes, default=-1)
-    return Machine(gpus, cpus, choose_ports(cfg.inference), tmp, size, dict(os.environ), args)
-
-
-def choose_ports(inference):
-    """One for each server to start: those asked for, or free ones below those that the kernel hands out."""
-    num = 0 if inference.urls else inference.gpus // inference.args["tensor_parallel_size"]
-    port = inference.port or random.randrange(20000, 31000)
-    ports = []
-    while len(ports) < num:
-        with socket.socket() as s:
-            is_taken = s.connect_ex(("127.0.0.1", port)) == 0
-        if not is_taken:
-            ports.append(port)
-        elif inference.port:
-            raise RunError(CONFIG, f"port {port} is in use: leave inference.port out, or set another")
-        port += 1
-    return ports
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -225,23 +194,6 @@ def claim(run_dir):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise RunError(CONFIG, f"{run_dir} belongs to a run under way: choose another run_name") from None
-
-
-def check_space(run_dir, cfg, model_size):
-    """A checkpoint of full training has the weights and two moments in fp32: at least three times the model's file."""
-    has_them = cfg.run.max_steps and not cfg.trainer.use_lora
-    per_checkpoint = 3 * max(0, model_size) if has_them else 0
-    is_one = not 0 < cfg.checkpoint.every < cfg.run.max_steps
-    existing = len(list(run_dir.glob("checkpoints/step_??????")))
-    num = max(1, (1 if is_one else cfg.checkpoint.keep + 1) - existing)
-    need = 0.1 + num * per_checkpoint / 1e9
-    free = free_gb(run_dir)
-    text = f"{run_dir}: its disk has {free:.1f} GB left, and checkpoints will need {need:.1f} GB more"
-    require(free > need, STORAGE, text)
-
-
-def free_gb(path):
-    return shutil.disk_usage(path).free / 1e9
 
 
 def clear_up(run_dir, *more):
@@ -307,7 +259,7 @@ def supervise(cfg, run_dir, waiting, logs):
                 text = f"its engine, process {pid}, died; the end of its log may say how"
                 raise failure(run_dir, heard, name, pid, 1, text)
             is_done = version >= cfg.run.max_steps and not name.startswith("inference")
-            if name != "watch" and (statuses[pid] or not (is_done or name == "prepare")):
+            if name != "watch" and (statuses[pid] or not (is_done or name in FIRST)):
                 raise failure(run_dir, heard, name, pid, statuses[pid])
             del processes[name]
 
@@ -316,7 +268,7 @@ def supervise(cfg, run_dir, waiting, logs):
         if version < 0:
             limit += cfg.inference.startup_timeout
             watch_engines(processes, watched)
-        if "prepare" in processes:
+        if processes.keys() & FIRST:
             limit = cfg.run.prepare_timeout
         beats = [entry.stat().st_mtime for entry in os.scandir(f"{run_dir}/tmp/progress")]
         before = signs
@@ -378,6 +330,10 @@ def failure(run_dir, heard, name, pid, status, cause=""):
     cause = cause or f"ended with status {status} before the run was done"
     log = run_dir / "logs" / f"{name}.log"
     end = log.read_text(errors="replace").rpartition("\n=== ")[2]
+    errors = re.findall(ERROR, end) if name.startswith("inference") and status >= 0 else []
+    if errors:  # while it starts, the first is the cause of the others
+        is_starting = read_int(run_dir / "version") < 0
+        cause = f"{cause}: {errors[0 if is_starting else -1][:500]}"
     killed = re.findall(KILLED_RANK, end)
     if killed:
         cause = f"a rank was killed, {killed[-1]}; {cause}"
@@ -434,7 +390,7 @@ def main(argv):
     os.environ.setdefault("ROLEMODEL_RUN_ID", f"{run_dir.name}-{os.getpid()}-{began:.0f}")
     folder = os.open(run_dir, os.O_RDONLY)
     machine = look_around(cfg, argv, f"/proc/{os.getpid()}/fd/{folder}/tmp")
-    check_space(run_dir, cfg, machine.model_size)
+    check_machine(run_dir, cfg, machine)
     roles = plan(cfg, machine)
     if steps and os.path.exists(WATCH):
         roles.append(Role("watch", [sys.executable, WATCH, str(run_dir)], roles[0].env))

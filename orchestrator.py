@@ -629,9 +629,12 @@ def prepare(cfg):
     try:
         from transformers import AutoConfig, AutoTokenizer  # takes seconds
 
+        from configs.serving.download import download
+
         config = AutoConfig.from_pretrained(cfg.run.model)
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model, config=config)
         Path(cfg.run.chat_template).stat()  # "", the tokenizer's own, is "." here
+        download(cfg.run.model)
     except Exception as error:
         is_foreign = "trust_remote_code" in str(error)
         cause = "it has code of its own, which is not run" if is_foreign else describe(error, 2000)

@@ -951,7 +951,10 @@ class WeightSender:
         try:
             yield
         except RuntimeError as e:  # of torch.distributed: a worker died, or did not join in time
-            errors.append(f"rank 0: {e} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})")
+            hint = f"trainer.sync_timeout_s = {self.spec['timeout_s']:g}"
+            if self.spec["backend"] == "nccl":
+                hint += "; between GPUs without NVLink try NCCL_P2P_DISABLE=1, or trainer.sync_backend = gloo"
+            errors.append(f"rank 0: {e} ({hint})")
         for done in calls:
             done.result()
         require(not errors, DIED, f"{method}: {'; '.join(errors)}")
@@ -1193,6 +1196,19 @@ def state_of(policy, optimizer):
     return state
 
 
+FILE = 1 << 30  # bytes of a file in a checkpoint, which go through host memory twice
+
+
+def divide_into_files(tensors):
+    """{name: number of the file, from 1}: each rank's part of a file has about FILE bytes."""
+    files = {}
+    size = 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + size // FILE
+        size += tensor.nbytes // dist.get_world_size()
+    return files
+
+
 def shard_sizes(path):
     """{file: bytes} of a checkpoint's tensors. If one is missing, DCP says no more than that a size differs."""
     return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
@@ -1207,7 +1223,8 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg):
     refuse_non_finite(tensors, path)
     shutil.rmtree(tmp, ignore_errors=True)  # whichever rank is first
     dist.barrier()
-    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), save_distributed=True))
+    files = divide_into_files(tensors)
+    dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), files, save_distributed=True))
     if dist.get_rank() > 0:
         return
     state = {"step": step, "run": identity(cfg), "shards": shard_sizes(tmp)}

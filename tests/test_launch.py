@@ -13,12 +13,15 @@ import time
 import tomllib
 
 import pytest
+import torch
 from conftest import BASE, ROOT, launch, lines, write_run
 
 import launch as launcher
 from configs import load_config
+from configs.runtime import machine as machines
+from configs.runtime.machine import Machine
 from configs.runtime.role import RunError
-from launch import Machine, plan
+from launch import plan
 
 GIVEN = ["some.toml", "seed=0"]
 
@@ -61,9 +64,10 @@ def flags(role):
      {"inference": "0,1", "inference1": "2,3", "trainer": "4,5,6,7"}),
     ("7 5 3 1", ["inference.gpus=2"], {"inference": "7", "inference1": "5", "trainer": "3"}),
     ("7 5 3 1", ["inference.gpus=4"], {"inference": "7", "inference1": "5", "inference2": "3", "inference3": "1",
-                                       "trainer": "7"}),
+                                       "trainer": "1"}),
     ("GPU-8932f937 GPU-01234567", [], {"inference": "GPU-8932f937", "trainer": "GPU-01234567"}),
     ("0 1", ['inference.urls=["http://127.0.0.1:8000"]', "trainer.gpus=2"], {"trainer": "0,1"}),
+    ("0 1 2", ["inference.gpus=2", "trainer.gpus=2"], {"inference": "0", "inference1": "1", "trainer": "1,2"}),
 ])  # fmt: skip
 def test_devices(gpus, overrides, expected, planned):
     """The first for servers, the next for ranks; the orchestrator has none."""
@@ -87,11 +91,114 @@ def test_a_shared_gpu_is_not_taken_whole(planned):
 
 def test_a_disk_without_room_is_told_at_once(tmp_path, make_cfg):
     cfg = make_cfg("checkpoint.keep=3")
-    launcher.check_space(tmp_path, cfg, 1 << 20)
+    machines.check_space(tmp_path, cfg, 1 << 20)
     with pytest.raises(RunError, match="its disk has .* GB left, and checkpoints will need 13510799.0 GB more") as e:
-        launcher.check_space(tmp_path, cfg, 1 << 50)
+        machines.check_space(tmp_path, cfg, 1 << 50)
     assert e.value.code == 6
-    launcher.check_space(tmp_path, make_cfg("trainer.use_lora=true"), 1 << 50)
+    machines.check_space(tmp_path, make_cfg("trainer.use_lora=true"), 1 << 50)
+
+
+# What nvidia-smi says above its table.
+SMI = "| NVIDIA-SMI {0}.65.06    Driver Version: {0}.65.06    {1}: {2}     |"
+
+
+def test_a_driver_that_is_too_old_is_told_at_once():
+    for name in ("CUDA Version", "CUDA UMD Version"):
+        machines.check_driver(SMI.format(580, name, "13.0"), 13)
+        machines.check_driver(SMI.format(570, name, "12.8"), 12)
+        with pytest.raises(RunError, match="the NVIDIA driver goes up to CUDA 12.8, and torch is built for .* 13") as e:
+            machines.check_driver(SMI.format(570, name, "12.8"), 13)
+        assert e.value.code == 2
+    machines.check_driver("sh: 1: nvidia-smi: not found", 13)
+    assert machines.cuda_of_torch() in (0, int((torch.version.cuda or "0").split(".")[0]))
+
+
+@pytest.mark.parametrize("several", ["trainer.gpus=2", "inference.args.tensor_parallel_size=2"])
+def test_little_shared_memory_is_told_at_once(several, make_cfg):
+    machines.check_shared_memory(make_cfg(), 64 << 20)
+    machines.check_shared_memory(make_cfg(several, "inference.gpus=2"), 1 << 30)
+    with pytest.raises(RunError, match="/dev/shm has 64 MiB left, .*--shm-size=16g") as e:
+        machines.check_shared_memory(make_cfg(several, "inference.gpus=2"), 64 << 20)
+    assert e.value.code == 2
+
+
+@pytest.mark.parametrize("table, code", [("CUDA Version: 12.4", 2), ("CUDA Version: 13.0", 0)])
+def test_the_driver_is_looked_at_before_anything_starts(table, code, tmp_path, make_cfg, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f'#!/bin/sh\n[ "$1" = -L ] && echo "GPU 0: NVIDIA H100" || echo "{table}"\n')
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(machines, "cuda_of_torch", lambda: 13)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    cfg = make_cfg()
+    machine = machines.look_around(cfg, GIVEN, "tmp")
+    try:
+        machines.check_machine(tmp_path, cfg, machine)
+        assert code == 0
+    except RunError as e:
+        assert e.code == code
+    machines.check_machine(tmp_path, cfg, machine._replace(gpus=[]))
+
+
+def test_the_allocators_options_are_the_users(planned):
+    """Parts of a GPU have no segments that expand."""
+
+    def allocator(environ=None, gpus=("0", "1")):
+        return planned(gpus=gpus, environ=environ)["trainer"].env["PYTORCH_ALLOC_CONF"]
+
+    assert allocator() == "expandable_segments:True"
+    assert allocator(gpus=["MIG-1", "MIG-2"]) == "expandable_segments:False"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert allocator({name: "backend:cudaMallocAsync"}) == "backend:cudaMallocAsync"
+
+
+FAILED_START = """=== 2026 python -m configs.serving.server
+(EngineCore pid=12) ERROR 11-25 [core.py:1] Traceback (most recent call last):
+(EngineCore pid=12) ERROR 11-25 [core.py:1] torch.AcceleratorError: CUDA error: an illegal instruction
+(EngineCore pid=12) ERROR 11-25 [core.py:1] RuntimeError: Engine core initialization failed. See root cause above.
+ValueError: the last one
+"""
+
+
+@pytest.mark.parametrize("version, cause", [("", "AcceleratorError: CUDA error: an illegal"), ("3", "ValueError: the")])
+def test_why_a_server_failed_is_in_the_last_line(version, cause, tmp_path):
+    """vLLM's own last lines are always that its engine has not started. Later on, what comes last counts."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "inference.log").write_text(f"=== 2025 an earlier start\nKeyError: old\n{FAILED_START}")
+    (tmp_path / "version").write_text(version)
+    text = str(launcher.failure(tmp_path, "", "inference", 12, 1, "its engine, process 12, died"))
+    assert text.startswith(f"its engine, process 12, died: {cause}") and "old" not in text
+    killed = str(launcher.failure(tmp_path, "", "inference", 12, -9))
+    assert killed.startswith("killed by SIGKILL (role=inference")
+
+
+def test_check_begins_with_the_estimate(planned):
+    roles = planned("max_steps=0")
+    assert list(roles) == ["estimate", "orchestrator", "inference", "trainer"] and "estimate" not in planned()
+    assert roles["estimate"].argv[1:] == ["tools/memory.py", *GIVEN]
+
+
+def test_a_model_is_downloaded_before_servers_start(tmp_path, monkeypatch):
+    """Each bit of it counts as progress; a directory is left alone."""
+    from configs.serving import download
+
+    found = []
+
+    def snapshot_download(model, allow_patterns, tqdm_class):
+        bar = tqdm_class(total=3, disable=True)
+        bar.update(2)
+        found.append((model, "*.safetensors" in allow_patterns))
+
+    monkeypatch.setattr(download, "snapshot_download", snapshot_download)
+    monkeypatch.setenv("ROLEMODEL_PROGRESS", str(tmp_path))
+    monkeypatch.setattr(download.constants, "HF_HUB_OFFLINE", False)
+    download.download(str(tmp_path))
+    assert not found and not list(tmp_path.iterdir())
+    download.download("org/model")
+    assert found == [("org/model", True)] and list(tmp_path.iterdir())
+    monkeypatch.setattr(download.constants, "HF_HUB_OFFLINE", True)
+    download.download("org/model")
+    assert len(found) == 1
 
 
 def test_a_shared_gpu(planned):
@@ -123,7 +230,7 @@ def test_gpus_are_found(visible, listed, expected, make_cfg, tmp_path, monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    machine = launcher.look_around(make_cfg("inference.gpus=2"), GIVEN, "tmp")
+    machine = machines.look_around(make_cfg("inference.gpus=2"), GIVEN, "tmp")
     assert machine.gpus == expected
     assert len(set(machine.ports)) == 2 and all(20000 <= port < 32000 for port in machine.ports)
     assert 0 < machine.model_size < 1 << 22
@@ -193,11 +300,11 @@ def test_ports(make_cfg, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         with pytest.raises(RunError, match=f"port {taken} is in use: leave inference.port out, or set another"):
-            launcher.choose_ports(make_cfg(f"inference.port={taken - 1}", "inference.gpus=2").inference)
+            machines.choose_ports(make_cfg(f"inference.port={taken - 1}", "inference.gpus=2").inference)
         monkeypatch.setattr("random.randrange", lambda *limits: taken)
-        found = launcher.choose_ports(make_cfg("inference.gpus=2").inference)
+        found = machines.choose_ports(make_cfg("inference.gpus=2").inference)
         assert len(set(found)) == 2 and min(found) > taken
-    assert launcher.choose_ports(make_cfg(f"inference.port={taken}").inference) == [taken]
+    assert machines.choose_ports(make_cfg(f"inference.port={taken}").inference) == [taken]
 
 
 # --- the trainer, and what all have in common -------------------------------------------------------------------------

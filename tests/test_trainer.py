@@ -1021,6 +1021,24 @@ def test_checkpoints_are_kept_and_resumed_from_with_what_a_recipe_adds(trained, 
     assert fresh.extra["count"] == 3 and fresh.extra["mean"].tolist() == [[3.0] * 3] * 2
 
 
+def test_a_checkpoint_is_written_in_files_that_fit_into_memory(trained, make_cfg, tmp_path, monkeypatch):
+    """Each goes through host memory twice: a rank of a 4B model would need 24 GB for a single one."""
+    monkeypatch.setattr(trainer, "FILE", 1 << 17)
+    cfg = make_cfg()
+    policy, optimizer = trained(cfg)
+    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
+    last = tmp_path / "checkpoints" / "step_000001"
+    sizes = [path.stat().st_size for path in last.glob("*.safetensors")]
+    tensors = trainer.state_of(policy, optimizer)
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    assert len(sizes) > 3 and max(sizes) < (1 << 17) + largest + 20_000
+    fresh = trainer.build_policy(cfg)
+    again = adamw(fresh)
+    trainer.load_checkpoint(last, fresh, again, cfg)
+    loaded = trainer.state_of(fresh, again)
+    assert tensors.keys() == loaded.keys() and all(torch.equal(tensors[key], loaded[key]) for key in tensors)
+
+
 def test_a_checkpoint_before_any_step_has_succeeded_loads(trained, make_cfg, tmp_path):
     """Steps whose gradient is not finite are skipped; by then AdamW has no moments."""
     cfg = make_cfg()

@@ -44,10 +44,15 @@ def make_shaped(path, tokenizer):
     """Saves the model, and a tokenizer that has a name for each id of the large vocabulary."""
     sizes = SHAPES[shape()]
     toy.make_model(path, tokenizer, tied=True, max_position_embeddings=40960, **sizes)
+    name_all_ids(path, sizes["vocab"])
+
+
+def name_all_ids(path, num):
+    """Gives each of `num` token ids a name in the tokenizer that is saved there."""
     file = path / "tokenizer.json"
     about = json.loads(file.read_text())
     known = set(about["model"]["vocab"].values()) | {token["id"] for token in about["added_tokens"]}
-    about["model"]["vocab"] |= {f"<{i}>": i for i in range(sizes["vocab"]) if i not in known}
+    about["model"]["vocab"] |= {f"<{i}>": i for i in range(num) if i not in known}
     file.write_text(json.dumps(about))
 
 

@@ -8,7 +8,12 @@ ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"  # by its path
 
 
 def server_flags(cfg, name, has_gpus, shares_gpus):
-    """Returns all flags but --port: ours, then those of inference.args, which replace them."""
+    """Returns all flags but --port, as words."""
+    return as_flags(server_options(cfg, name, has_gpus, shares_gpus))
+
+
+def server_options(cfg, name, has_gpus, shares_gpus):
+    """Returns {option: value}: ours, then those of inference.args, which replace them."""
     rank = 1 << (cfg.trainer.lora_rank - 1).bit_length()
     is_single = cfg.inference.args["tensor_parallel_size"] == 1
     ours = {
@@ -32,7 +37,7 @@ def server_flags(cfg, name, has_gpus, shares_gpus):
         "enable_sleep_mode": cfg.inference.sleep,
     }
     given = {key: value for key, value in ours.items() if value}
-    return as_flags(given | cfg.inference.args)
+    return given | cfg.inference.args
 
 
 def as_flags(options):
