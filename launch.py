@@ -48,8 +48,8 @@ FIRST = {"prepare", "estimate"}  # roles that end before the next one starts
 CONSOLE = rb"(?m)^(?:step|eval|batch|rollout|(?:run|check|warning|time|result):).*"
 REPORT = r"(?m)^\[(prepare|estimate|orchestrator|trainer)\] exit=(\d+) pid=(\d+ rank=\d+) (.*)"
 KILLED_RANK = r"exitcode *: -(?!15 )\d+ \(.*\)"  # -15: torchrun ends the other ranks
-# An error in vLLM's log, but not what the server says when its engine has not started.
-ERROR = r"(?m)(\b\w+(?:Error|Exception): (?!Engine core init).+)"
+# An error that begins a line of vLLM's log, but not what the server says when its engine has not started.
+ERROR = r"(?m)^(?:\(.*?\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!Engine core init).+)"
 SECRET = r"""(?i)((key|token|secret|password)\W+)[^]",}]+"""
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -159,13 +159,19 @@ def environment(cfg, machine, shares):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def descendants(pid="self"):
-    """The numbers of all processes that descend from one, parents before their children."""
+def children(pid):
     found = []
     for path in glob.glob(f"/proc/{pid}/task/*/children"):
         with suppress(OSError):  # it has just ended
-            for child in Path(path).read_text().split():
-                found += [int(child), *descendants(child)]
+            found += map(int, Path(path).read_text().split())
+    return found
+
+
+def descendants(pid="self"):
+    """The numbers of all processes that descend from one, parents before their children."""
+    found = []
+    for child in children(pid):
+        found += [child, *descendants(child)]
     return found
 
 
@@ -312,11 +318,21 @@ def show(logs):
 def watch_engines(processes, watched):
     """vLLM's server answers for 96 s after its engine has died, so the engines are watched as well."""
     for name, process in processes.items():
-        for pid in descendants(process.pid):
+        for pid in engines_below(process.pid):
             with suppress(OSError):  # it has just ended
-                is_engine = Path(f"/proc/{pid}/comm").read_text().startswith("VLLM::Engine")
-                if is_engine and (name, pid) not in watched.values():
+                if (name, pid) not in watched.values():
                     watched[os.pidfd_open(pid)] = (name, pid)
+
+
+def engines_below(pid):
+    """Not their children: what an engine has forked, e.g. for a compiler, has its name until it begins to run."""
+    found = []
+    for child in children(pid):
+        name = ""
+        with suppress(OSError):  # it has just ended
+            name = Path(f"/proc/{child}/comm").read_text()
+        found += [child] if name.startswith("VLLM::Engine") else engines_below(child)
+    return found
 
 
 def failure(run_dir, heard, name, pid, status, cause=""):

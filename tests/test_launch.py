@@ -153,6 +153,7 @@ def test_the_allocators_options_are_the_users(planned):
 
 
 FAILED_START = """=== 2026 python -m configs.serving.server
+(APIServer pid=11) WARNING 11-25 [a.py:2] Found ulimit of 20. This can cause errors like `OSError: [Errno 24] Too many.
 (EngineCore pid=12) ERROR 11-25 [core.py:1] Traceback (most recent call last):
 (EngineCore pid=12) ERROR 11-25 [core.py:1] torch.AcceleratorError: CUDA error: an illegal instruction
 (EngineCore pid=12) ERROR 11-25 [core.py:1] RuntimeError: Engine core initialization failed. See root cause above.
@@ -160,7 +161,37 @@ ValueError: the last one
 """
 
 
-@pytest.mark.parametrize("version, cause", [("", "AcceleratorError: CUDA error: an illegal"), ("3", "ValueError: the")])
+PARENT = """
+import ctypes, os, time
+if os.fork() == 0:
+    ctypes.CDLL(None).prctl(15, b"VLLM::EngineCor")
+    os.fork()
+time.sleep(60)
+"""
+
+
+def test_what_an_engine_forks_is_no_engine():
+    """It has its name until it runs a compiler, and its end is not the engine's."""
+
+    def names(pid):
+        return [open(f"/proc/{child}/comm").read().strip() for child in launcher.descendants(pid)]
+
+    with subprocess.Popen([sys.executable, "-c", PARENT]) as process:
+        try:
+            while names(process.pid) != ["VLLM::EngineCor"] * 2:
+                time.sleep(0.05)
+            engine, _ = launcher.descendants(process.pid)
+            watched = {}
+            launcher.watch_engines({"inference": process}, watched)
+            launcher.watch_engines({"inference": process}, watched)
+            assert list(watched.values()) == [("inference", engine)]
+        finally:
+            launcher.send(signal.SIGKILL, [*launcher.descendants(process.pid), process.pid])
+
+
+@pytest.mark.parametrize(
+    "version, cause", [("", "torch.AcceleratorError: CUDA error: an illegal"), ("3", "ValueError: the")]
+)
 def test_why_a_server_failed_is_in_the_last_line(version, cause, tmp_path):
     """vLLM's own last lines are always that its engine has not started. Later on, what comes last counts."""
     (tmp_path / "logs").mkdir()
