@@ -57,7 +57,7 @@ def load_config(path, overrides=(), replay=None):
         if isinstance(given.get("env"), list):
             envs = [flatten({"env": env}) for env in given.pop("env")]
         for source in overrides:
-            given = merged(given, parse_override(source))
+            given = overridden(given, parse_override(source))
     except (OSError, ValueError) as e:  # no such file, not text, not TOML
         raise RunError(CONFIG, f"{source}: {e}") from None
     origin = Path(str(given.get("origin") or path)).resolve()
@@ -67,7 +67,7 @@ def load_config(path, overrides=(), replay=None):
 
     given = vf_rl.translate(given)
     # 3. One configuration for each [[env]]; the first gets all environments. An override holds for each of them.
-    resolved = [resolve(merged(env, given), origin, replay) for env in envs]
+    resolved = [resolve(overridden(env, given), origin, replay) for env in envs]
     cfg = resolved[0]
     cfg.env = [other.env for other in resolved]
     cfg.flat["env"] = [env._asdict() for env in cfg.env]
@@ -93,6 +93,11 @@ def merged(old, new):
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
     return old | {key: merged(old.get(key), value) for key, value in new.items()}
+
+
+def overridden(old, new):
+    """The same, but an empty table clears an open one: env.args={}."""
+    return merged({key: value for key, value in old.items() if new.get(key) != {}}, new)
 
 
 def parse_override(item):

@@ -345,6 +345,8 @@ def test_overrides_add_to_open_tables(tmp_path):
         load(tmp_path, VF_RL, "env.args.api_key=sk-1", "env.args.since=2024-05-01")
     mine = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "enforce_eager": True}
     assert cfg.inference.args == mine | ONE_DEVICE
+    emptied = load(tmp_path, VF_RL, "env.args={}", "inference.args={}", "env.args.num=3")
+    assert emptied.env[0].args == {"num": 3} and emptied.inference.args == ONE_DEVICE
 
 
 def test_no_file_and_no_toml(tmp_path):
@@ -372,6 +374,7 @@ def test_several_environments_are_told_apart(tmp_path):
     assert [(e.name, e.ratio, e.args) for e in load(tmp_path, mix).env] == [("x", 1.0, {"n": 1}), ("y", 3.0, {})]
     both = load(tmp_path, mix, "env.args.more=2")  # an override is for each
     assert [e.args for e in both.env] == [{"n": 1, "more": 2}, {"more": 2}]
+    assert [e.args for e in load(tmp_path, mix, "env.args={}").env] == [{}, {}]
     for override in ("env.name=z", "env.id="):
         with pytest.raises(RunError, match="needs a name of its own|'env.id' = ''") as e:
             load(tmp_path, mix, override)
