@@ -2,11 +2,10 @@
 
     python tools/memory.py config.toml [table.key=value ...] [--gib 24]     # else: the smallest card that it fits
 
-The trainer's numbers come from trainer.py itself, in which every tensor has a shape and no content (FakeTensorMode), and
-a group of ranks of which only the first exists. It is eager; torch.compile needs a little less. vLLM's are arithmetic:
-its share of the card, less the weights and what is left free for a pass, is what its cache of keys and values gets."""
+The trainer's numbers come from trainer.py itself, in which every tensor has a shape and no content (FakeTensorMode),
+and a group of ranks of which only the first exists. It is eager; torch.compile needs a little less. vLLM's are
+arithmetic: its cache of keys and values gets what the weights, CUDA and a sampling pass leave of its share."""
 
-import json
 import sys
 import weakref
 from pathlib import Path
