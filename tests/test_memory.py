@@ -1,5 +1,5 @@
-"""tools/memory.py: what a run needs of a GPU, from the model's configuration alone. tests/nullgpu/ compares it with what
-torch's own allocator says."""
+"""tools/memory.py: what a run needs of a GPU, from the model's configuration alone. tests/nullgpu/ compares it with
+what torch's own allocator says."""
 
 import json
 import subprocess
