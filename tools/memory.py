@@ -124,6 +124,7 @@ def without_content():
     dist.init_device_mesh = real_mesh
     transformers.AutoModelForCausalLM.from_pretrained = from_config
     torch.nn.Module._apply = lambda module, function, recurse=True: module  # to(), float(): nothing moves
+    torch.cuda.is_available = lambda: False  # the GPU that is here is not used
 
 
 def largest_micro(cfg):

@@ -87,8 +87,9 @@ def memory(models):
         found = re.findall(r'"step": ([\d.]+)', text)
         other, about, _ = run([sys.executable, "tools/memory.py", *words], 5)
         estimate = re.findall(r"trainer ([\d.]+) GiB", about)
-        rows.append(f"| {Path(recipe).stem} | {found or text[-200:]} | {estimate or about[-200:]} |")
-        worst = max(worst, code)
+        numbers = [" ".join(numbers or words[-200:].split()) for numbers, words in ((found, text), (estimate, about))]
+        rows.append(f"| {Path(recipe).stem} | {' | '.join(numbers)} |")
+        worst = max(worst, code, other)
     return worst, "\n".join(rows)
 
 

@@ -24,6 +24,7 @@ CARDS = {  # number, MiB, compute capability
     "4 x 24 GB": (4, 24564, 89),
     "1 x 48 GB": (1, 49140, 89),
     "3 x 80 GB": (3, 81559, 90),
+    "4 x 80 GB": (4, 81559, 90),
     "8 x 80 GB": (8, 81559, 90),
     "1 x 180 GB": (1, 183359, 100),
 }
@@ -75,11 +76,13 @@ LONG = [EAGER, "max_steps=50"]  # long enough to be killed
 CASES = [
     Case("LoRA, shared, compiled", "1 x 24 GB", LORA_1, "0.6B"),
     Case("LoRA, shared, eager", "1 x 24 GB", LORA_1, "0.6B", [EAGER]),
-    Case("LoRA merged in fp32", "1 x 24 GB", LORA_1, "tiny", ["trainer.dtype=fp32", EAGER]),
+    Case("LoRA merged in fp32", "1 x 24 GB", LORA_1, "tiny",
+         ["trainer.dtype=fp32", EAGER, "inference.args.attention_backend=TRITON_ATTN"]),
     Case("LoRA, adapters by NCCL, compiled", "2 x 24 GB", LORA_2, "1.7B"),
     Case("full, shared, compiled", "1 x 48 GB", SHAPE, "0.6B"),
     Case("full, shared, sleep", "1 x 48 GB", REVERSE, "0.6B", ["inference.sleep=true", "orchestrator.max_staleness=0"]),
-    Case("full, four servers, four ranks", "8 x 80 GB", FULL_8, "4B", ["checkpoint.every=0"]),
+    # Four and four need more than 24 GiB of host memory.
+    Case("full, 4B, two servers, two ranks", "4 x 80 GB", FULL_8, "4B", [*TWO_AND_TWO, "checkpoint.every=0"]),
     Case("full, tensor parallel 2", "3 x 80 GB", LORA_2, "tiny",
          [FULL, "inference.gpus=2", "inference.args.tensor_parallel_size=2"]),
     Case("full, two servers, two ranks", "4 x 24 GB", LORA_2, "tiny", [FULL, *TWO_AND_TWO, "run_name=resumed"]),
