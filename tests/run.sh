@@ -11,7 +11,7 @@ if [ "${1:-}" = --newest ]; then
     git ls-files -co --exclude-standard | tar cf - -T - | tar xf - -C .newest
     cd .newest
     python3 -m venv .venv
-    sed 's/==[^ ]*//' requirements-cpu.txt >unpinned.txt
+    sed '/^verifiers/!s/==[^ ]*//' requirements-cpu.txt >unpinned.txt # the adapter is for verifiers 0.1
     .venv/bin/python -m pip install -q -U -r unpinned.txt
     .venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # they need CUDA
     .venv/bin/python -m pip freeze >frozen.txt

@@ -111,7 +111,6 @@ MUTATIONS = [
 MEMORY = [
     (LORA_1, "0.6B", "1 x 24 GB", []),
     (LORA_1, "0.6B", "1 x 24 GB", [EAGER]),
-    (LORA_1, "0.6B", "1 x 24 GB", [EAGER, "trainer.gradient_checkpointing=false"]),
     (LORA_2, "1.7B", "2 x 24 GB", []),
     (LORA_2, "1.7B", "2 x 24 GB", [EAGER]),
     (SHAPE, "0.6B", "1 x 48 GB", []),
