@@ -96,7 +96,7 @@ def merged(old, new):
 
 
 def overridden(old, new):
-    """The same, but an empty table clears an open one: env.args={}."""
+    """`old` merged with `new`, in which an empty table clears an open one: env.args={}."""
     return merged({key: value for key, value in old.items() if new.get(key) != {}}, new)
 
 

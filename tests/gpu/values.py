@@ -83,6 +83,7 @@ def nccl_worker(rank, port, num, found):
             tensors.clear()  # the next block may take their memory while NCCL still reads it, if the order is wrong
         send_block(end, num, {})
         torch.cuda.synchronize()
+        end.store.wait(["done"])  # the store ends with this process
         return
     wrong = 0
     target = torch.empty(1 << 27, dtype=torch.bfloat16, device=end.device)
@@ -92,6 +93,7 @@ def nccl_worker(rank, port, num, found):
         part.copy_(tensor)  # what reload_weights does: on the current stream, at once
         wrong += (part != number % 100).any()
     found.put(int(wrong))
+    end.store.set("done", "")
 
 
 def check_nccl(num=64):
@@ -106,7 +108,9 @@ def check_nccl(num=64):
     context = torch.multiprocessing.get_context("spawn")
     found = context.Queue()
     (port,) = choose_ports(SimpleNamespace(urls=[], gpus=1, args={"tensor_parallel_size": 1}, port=0))
-    workers = [context.Process(target=nccl_worker, args=(rank, port, num, found)) for rank in range(2)]
+    workers = []
+    for rank in range(2):  # daemons: one that hangs ends with this process
+        workers.append(context.Process(target=nccl_worker, args=(rank, port, num, found), daemon=True))
     for worker in workers:
         worker.start()
     for worker in workers:
