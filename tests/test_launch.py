@@ -14,6 +14,7 @@ import tomllib
 
 import pytest
 import torch
+import transformers
 from conftest import BASE, ROOT, launch, lines, write_run
 
 import launch as launcher
@@ -92,10 +93,21 @@ def test_a_shared_gpu_is_not_taken_whole(planned):
 def test_a_disk_without_room_is_told_at_once(tmp_path, make_cfg):
     cfg = make_cfg("checkpoint.keep=3")
     machines.check_space(tmp_path, cfg, 1 << 20)
-    with pytest.raises(RunError, match="its disk has .* GB left, and checkpoints will need 13510799.0 GB more") as e:
+    with pytest.raises(RunError, match="its disk has .* GB left, and checkpoints will need 4503599.7 GB more") as e:
         machines.check_space(tmp_path, cfg, 1 << 50)
     assert e.value.code == 6
     machines.check_space(tmp_path, make_cfg("trainer.use_lora=true"), 1 << 50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_has_twelve_bytes_for_each_parameter(dtype, models, tmp_path):
+    """Whatever the dtype of the model's files, of which there may be several."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["untied"], dtype=dtype)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    num = sum(p.numel() for p in model.parameters())
+    assert machines.checkpoint_size(tmp_path) == pytest.approx(12 * num, rel=0.1)
+    assert machines.checkpoint_size(tmp_path / "none") == 0
 
 
 # What nvidia-smi says above its table.

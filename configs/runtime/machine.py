@@ -58,7 +58,7 @@ def choose_ports(inference):
 
 def check_machine(run_dir, cfg, machine):
     """Raises RunError for what would end the run minutes later."""
-    check_space(run_dir, cfg, machine.model_size)
+    check_space(run_dir, cfg, checkpoint_size(cfg.run.model))
     if machine.gpus:
         check_driver(subprocess.getoutput("nvidia-smi"), cuda_of_torch())
         check_shared_memory(cfg, shutil.disk_usage("/dev/shm").free)
@@ -88,14 +88,22 @@ def check_shared_memory(cfg, free):
     require(not has_several or free >= 1 << 30, CONFIG, text)
 
 
-def check_space(run_dir, cfg, model_size):
-    """A checkpoint of full training has the weights and two moments in fp32: at least three times the model's file."""
+def checkpoint_size(model):
+    """Bytes of a checkpoint of full training, 12 for each parameter: weights and two moments in fp32. 0 if the model is
+    not here yet. Models are saved in the dtype that their configuration names."""
+    total = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
+    config = Path(model, "config.json")
+    is_fp32 = config.exists() and '"float32"' in config.read_text(errors="replace")
+    return total * 12 // (4 if is_fp32 else 2)
+
+
+def check_space(run_dir, cfg, size):
+    """size: bytes of a checkpoint of full training."""
     has_them = cfg.run.max_steps and not cfg.trainer.use_lora
-    per_checkpoint = 3 * max(0, model_size) if has_them else 0
     is_one = not 0 < cfg.checkpoint.every < cfg.run.max_steps
     existing = len(list(run_dir.glob("checkpoints/step_??????")))
     num = max(1, (1 if is_one else cfg.checkpoint.keep + 1) - existing)
-    need = 0.1 + num * per_checkpoint / 1e9
+    need = 0.1 + (num * size / 1e9 if has_them else 0)
     free = free_gb(run_dir)
     text = f"{run_dir}: its disk has {free:.1f} GB left, and checkpoints will need {need:.1f} GB more"
     require(free > need, STORAGE, text)

@@ -80,8 +80,8 @@ CASES = [
     Case("LoRA, adapters by NCCL, compiled", "2 x 24 GB", LORA_2, "1.7B"),
     Case("full, shared, compiled", "1 x 48 GB", SHAPE, "0.6B"),
     Case("full, shared, sleep", "1 x 48 GB", REVERSE, "0.6B", ["inference.sleep=true", "orchestrator.max_staleness=0"]),
-    # Four and four need more than 24 GiB of host memory.
-    Case("full, 4B, two servers, two ranks", "4 x 80 GB", FULL_8, "4B", [*TWO_AND_TWO, "checkpoint.every=0"]),
+    # The recipe's four and four with 4B need more than 24 GiB of host memory, and 60 GB of disk.
+    Case("full, 1.7B, two and two", "4 x 80 GB", FULL_8, "1.7B", [*TWO_AND_TWO, "checkpoint.every=0"]),
     Case("full, tensor parallel 2", "3 x 80 GB", LORA_2, "tiny",
          [FULL, "inference.gpus=2", "inference.args.tensor_parallel_size=2"]),
     Case("full, two servers, two ranks", "4 x 24 GB", LORA_2, "tiny", [FULL, *TWO_AND_TWO, "run_name=resumed"]),
