@@ -42,7 +42,11 @@ Reply = namedtuple("Reply", "message prompt_ids ids logps raw is_cut versions")
 
 
 class ServerError(Exception):
-    """What a server answers instead of 200."""
+    """What a server answers instead of 200, with its status."""
+
+    def __init__(self, status, text):
+        super().__init__(text)
+        self.status = status
 
 
 class Client:
@@ -84,17 +88,21 @@ class Client:
             if status == 400 and ("maximum context length" in text or "max_tokens must be at least 1" in text):
                 raise Truncated
             if not pause or (status != 429 and status < 500):
-                raise ServerError(f"{url} answered {status}: {text[:500]}")
+                raise ServerError(status, f"{url} answered {status}: {text[:500]}")
             await asyncio.sleep(pause)
 
 
-async def sample(client, group, prompt, tools=None, user="", **override):
+async def sample(client, group, prompt, tools=None, user="", own=(), **override):
     """Asks for one completion of messages, or of text for base models -> Reply. user: the rollout's number in its
-    group, for the server's logs. Raises Truncated if max_seq_len is reached."""
+    group, for the server's logs. own: what an agent asks for beside them, e.g. stop; its max_tokens can only lower the
+    run's. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
     body = cfg.sampling._asdict() | override
+    most = body["max_tokens"]
+    body |= dict(own)
+    body["max_tokens"] = min(most, body["max_tokens"])
     del body["allow_biased_sampling"]
     template_kwargs = body.pop("chat_template_kwargs")
     # A model's generation_config.json may have other penalties.
@@ -126,8 +134,10 @@ async def sample(client, group, prompt, tools=None, user="", **override):
     reason = choice["finish_reason"]
     ensure(reason in ("stop", "length", "tool_calls"), f"the server ended its answer for the reason {reason!r}")
     # A tool call that the parser found hides that the answer was cut behind it.
-    is_full = len(ids) >= min(body["max_tokens"], cfg.run.max_seq_len - len(prompt_ids))
+    is_full = len(ids) >= min(most, cfg.run.max_seq_len - len(prompt_ids))
     is_cut = reason == "length" or (reason == "tool_calls" and is_full)
+    if len(ids) == body["max_tokens"] < most:
+        is_cut = False  # the agent asked for no more
     return Reply(message, prompt_ids, ids, logps, reply, is_cut, [live, client.version])
 
 
@@ -239,9 +249,9 @@ async def run_rollout(env, row, ask, step, cfg):
     is_over = False
     o = cfg.orchestrator
 
-    async def generate(prompt, tools=None, agent="", trainable=True, whole=False):
+    async def generate(prompt, tools=None, agent="", trainable=True, whole=False, **own):
         """What the environment calls for each turn of the policy. Returns its message, or the `whole` reply."""
-        reply = await ask(prompt, tools)
+        reply = await ask(prompt, tools, own=own)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
         if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):

@@ -167,7 +167,7 @@ def constant():
     return 1.0
 
 
-async def ask(prompt, tools=None, user=""):
+async def ask(prompt, tools=None, user="", own=()):
     """A policy that says its user's number."""
     return Reply({"role": "assistant", "content": user}, [1, 2], [10 + int(user or 0)], [-1.0], {}, False, [0, 0])
 
@@ -182,7 +182,7 @@ def test_a_straggler_holds_one_place_and_not_its_groups(make_cfg):
     """While the first rollout waits in one of two places, the other five go through the other."""
     ended = []
 
-    async def ask_slowly(prompt, tools=None, user=""):
+    async def ask_slowly(prompt, tools=None, user="", own=()):
         while user == "0" and len(ended) < 5:
             await asyncio.sleep(0.01)
         ended.append(user)
@@ -193,7 +193,7 @@ def test_a_straggler_holds_one_place_and_not_its_groups(make_cfg):
     assert [r.state["completion"][0]["content"] for r in rollouts] == ["0", "1", "2", "3", "4", "5"]
 
 
-async def ask_twice(prompt, tools=None, user=""):
+async def ask_twice(prompt, tools=None, user="", own=()):
     """The context is full for "long" at once, and anything else is answered later."""
     if prompt == "long":
         raise Truncated

@@ -104,16 +104,18 @@ def make_ask(client, model, sampling):
     """Returns what run_group calls in place of orchestrator.sample. Its requests have nothing that only vLLM knows, so
     replies come without token ids."""
 
-    async def ask(prompt, tools=None, user=""):
+    async def ask(prompt, tools=None, user="", own=()):
+        options = sampling | dict(own)
+        options["max_tokens"] = min(sampling["max_tokens"], options["max_tokens"])
         if isinstance(prompt, str):
-            reply = await client.completions.create(model=model, prompt=prompt, **sampling)
+            reply = await client.completions.create(model=model, prompt=prompt, **options)
             raw = reply.model_dump()
             choice = raw["choices"][0]
             choice["text"] += stop_string(choice)  # as in training; only vLLM says which it was
             message = choice["text"]
         else:
             more = {"tools": tools} if tools else {}
-            reply = await client.chat.completions.create(model=model, messages=prompt, **sampling, **more)
+            reply = await client.chat.completions.create(model=model, messages=prompt, **options, **more)
             raw = reply.model_dump()
             choice = raw["choices"][0]
             choice["message"]["content"] = (choice["message"]["content"] or "") + stop_string(choice)

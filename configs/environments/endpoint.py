@@ -1,0 +1,279 @@
+"""The OpenAI endpoint that agents.py gives to agents, in the orchestrator's own event loop. Each rollout has an address
+under a secret, which ends with the rollout:
+
+    http://127.0.0.1:<port>/<secret>[/<agent>]/v1/chat/completions, /responses, /messages or /models
+
+A path segment, or the header X-Agent, names one of several agents. X-Trainable: false marks a request whose answer is
+not trained.
+
+Sampling is the run's. Settings that would change the distribution (temperature, tool_choice = "required", JSON formats,
+strict tools) are dropped, named once and counted: the log-probabilities that vLLM reports with them are not the
+policy's, and nothing could be trained on such tokens."""
+
+import asyncio
+import json
+import weakref
+from typing import Literal
+
+import openai
+import pydantic
+from aiohttp import web
+
+from configs.runtime.role import say
+
+# Keys of a request that are honored or have no effect on the answer, and values of others that ask for the default.
+HARMLESS = set(
+    "model messages tools stop max_tokens max_completion_tokens parallel_tool_calls stream stream_options n user "
+    "metadata store service_tier prompt_cache_key prompt_cache_retention safety_identifier verbosity".split()
+)
+DEFAULTS = {"temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False}
+DEFAULTS |= {"tool_choice": "auto", "response_format": {"type": "text"}}
+NAMED = set()  # dropped settings that the log has named
+PAUSE = 5.0  # s until a stream shows life: clients and proxies give up on silence
+NO_RETRY = {"x-should-retry": "false"}  # openai's client would ask again after a 5xx
+
+SERVERS = weakref.WeakKeyDictionary()  # event loop: the task that starts its server
+SESSIONS = {}  # secret: agents.Session
+
+
+class Refused(Exception):
+    """An answer that is no completion: a status, and what OpenAI's error object says."""
+
+    def __init__(self, status, code, reason):
+        super().__init__(reason)
+        self.status = status
+        self.object = {"message": reason, "type": code, "code": code, "param": None}
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class Message(pydantic.BaseModel, extra="allow", strict=True):
+    role: str
+    content: str | list[dict] | None = None
+    tool_calls: list[dict] | None = None
+
+
+class Function(pydantic.BaseModel, extra="allow", strict=True):
+    name: str
+
+
+class Tool(pydantic.BaseModel, extra="allow", strict=True):
+    function: Function
+
+
+class ChatRequest(pydantic.BaseModel, extra="allow", strict=True):
+    messages: list[Message] = pydantic.Field(min_length=1)
+    tools: list[Tool] | None = None
+    n: Literal[1] | None = None
+    stop: str | list[str] | None = None
+    max_tokens: pydantic.PositiveInt | None = None
+    max_completion_tokens: pydantic.PositiveInt | None = None
+
+
+def checked(body):
+    """A chat request without what is None. Raises Refused."""
+    try:
+        ChatRequest.model_validate(body)
+    except pydantic.ValidationError as e:
+        raise Refused(400, "invalid_request_error", str(e)) from None
+    body = {key: value for key, value in body.items() if value is not None}
+    tools = []
+    for tool in body.get("tools", []):
+        # vLLM constrains what is sampled for a tool with `strict`.
+        function = {key: value for key, value in tool["function"].items() if key != "strict"}
+        tools.append(tool | {"function": function})
+    return body | {"tools": tools or None}
+
+
+def settings(body):
+    """What a request asks for beside messages and tools: {key: value} for generate(), and how many it asks in vain."""
+    own = {}
+    limits = [body[key] for key in ("max_tokens", "max_completion_tokens") if key in body]
+    if limits:
+        own["max_tokens"] = min(limits)
+    stop = body.get("stop")
+    if stop:
+        own["stop"] = [stop] if isinstance(stop, str) else stop
+    if body.get("parallel_tool_calls") is False:
+        own["parallel_tool_calls"] = False
+    if body.get("tool_choice") == "none":
+        own["tool_choice"] = "none"
+    dropped = []
+    for key, value in body.items():
+        if key not in HARMLESS and key not in own and value not in (DEFAULTS.get(key), {}, []):
+            dropped.append(key)
+            if key not in NAMED:
+                NAMED.add(key)
+                say(f"warning: an agent asks for {key} = {str(value)[:100]}: dropped, since sampling is the run's")
+    return own, len(dropped)
+
+
+def as_chat(body):
+    """A request's messages without what is None. Leading system messages become one: many templates refuse two."""
+    result = []
+    for message in body["messages"]:
+        message = {key: value for key, value in message.items() if value not in (None, [])}
+        message.setdefault("content", "")
+        if message["role"] == "developer":
+            message["role"] = "system"
+        if message["role"] == "system" and [m["role"] for m in result] == ["system"]:
+            message["content"] = f"{text_of(result.pop()['content'])}\n\n{text_of(message['content'])}"
+        result.append(message)
+    return result
+
+
+def text_of(content):
+    """The text of a message's content, which may come in parts; vLLM joins them like this."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", "")) for part in content)
+
+
+def key_of(message):
+    """What an agent keeps of the policy's message: its text, and its calls, however it writes them."""
+    calls = []
+    for tool_call in message.get("tool_calls", []):
+        function = tool_call.get("function", {})
+        arguments = function.get("arguments")
+        try:
+            arguments = json.dumps(json.loads(arguments), sort_keys=True)
+        except (TypeError, ValueError):
+            arguments = str(arguments)
+        calls.append((function.get("name"), arguments))
+    return text_of(message["content"]).strip(), tuple(calls)
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+async def endpoint():
+    """The address of this event loop's endpoint, which the first rollout starts, and an HTTP client that agents share.
+    One of its own for each rollout would read all certificates, 29 ms of this event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in SERVERS:
+        SERVERS[loop] = loop.create_task(serve())
+    return await asyncio.shield(SERVERS[loop])
+
+
+class SharedClient(openai.DefaultAsyncHttpxClient):
+    async def aclose(self):
+        """An agent's `async with client` must not close the connections of the others."""
+
+
+async def serve():
+    app = web.Application(client_max_size=64 << 20)
+    for path in ("/{secret}/v1/{route:.+}", "/{secret}/{agent}/v1/{route:.+}"):
+        app.router.add_route("*", path, handle)
+    # A request whose client has gone is cancelled. Otherwise its answer would be sampled, recorded and trained on.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
+    _, port = runner.addresses[0]
+    unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
+    return f"http://127.0.0.1:{port}", SharedClient(trust_env=False, limits=unlimited, timeout=None)
+
+
+async def handle(request):
+    """Answers one request. An error of ours, or of a format's converter, loses the rollout."""
+    session = SESSIONS.get(request.match_info["secret"])
+    try:
+        if not session:
+            raise Refused(410, "rollout_over", "this rollout has ended, or never was")
+        return await answer(request, session)
+    except Refused as e:
+        error = e
+    except Exception as e:
+        session.lost = f"{type(e).__name__}: {e}"
+        error = Refused(500, "server_error", session.lost)
+    return web.json_response(error_event(error), status=error.status, headers=NO_RETRY)
+
+
+def error_event(error):
+    return {"type": "error", "error": error.object}  # Anthropic's clients look for the outer type
+
+
+async def answer(request, session):
+    route = request.match_info["route"].rstrip("/")
+    if route == "models":
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
+    try:
+        body = json.loads(await request.text())
+    except (ValueError, RecursionError) as e:
+        raise Refused(400, "invalid_request_error", f"the body is no JSON: {e}") from None
+    if not isinstance(body, dict):
+        raise Refused(400, "invalid_request_error", "the body is no JSON object")
+    form = await format_of(route)
+    agent = request.match_info.get("agent") or request.headers.get("X-Agent", "")
+    is_trained = request.headers.get("X-Trainable", "").lower() not in ("false", "0")
+    task = asyncio.create_task(session.complete(checked(form.to_chat(body)), agent, is_trained))
+    session.tasks.add(task)
+    try:
+        if not body.get("stream"):
+            reply = await task
+            return web.json_response(form.from_chat(reply, body))
+        return await stream(request, task, form, body)
+    finally:
+        session.tasks.discard(task)
+        task.cancel()  # the client has gone; nothing happens to a task that is done
+
+
+async def stream(request, task, form, body):
+    """Sends a reply as server-sent events once it is complete; no client needs smaller pieces."""
+    await asyncio.wait([task], timeout=PAUSE)
+    if task.done():
+        task.result()  # what fails at once is answered by its status, with which a stream begins
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    while not task.done():
+        await response.write(b": sampling\n\n")
+        await asyncio.wait([task], timeout=PAUSE)
+    try:
+        events = form.events(task.result(), body)
+    except Refused as e:
+        events = [error_event(e)]
+    for event in events:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    if form is Chat:
+        await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def format_of(route):
+    if route == "chat/completions":
+        return Chat
+    if route not in ("responses", "messages"):
+        raise Refused(404, "not_found", f"no /v1/{route} here, only chat/completions, responses, messages and models")
+    return await asyncio.to_thread(load_format, route)
+
+
+def load_format(route):
+    from configs.serving import formats  # imports a part of vLLM: seconds, the first time
+
+    return formats.FORMATS[route]
+
+
+class Chat:
+    """/v1/chat/completions. configs/serving/formats.py has the others, with the same three functions."""
+
+    def to_chat(body):
+        return body
+
+    def from_chat(reply, body):
+        return reply
+
+    def events(reply, body):
+        """The whole message as one delta."""
+        head = {key: reply[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+        choice = reply["choices"][0]
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [tool_call | {"index": i} for i, tool_call in enumerate(delta["tool_calls"])]
+        chunk = {"index": 0, "delta": delta, "finish_reason": None}
+        end = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+        events = [head | {"choices": [chunk]}, head | {"choices": [end]}]
+        options = body.get("stream_options")
+        if isinstance(options, dict) and options.get("include_usage"):
+            events.append(head | {"choices": [], "usage": reply["usage"]})
+        return events

@@ -1,0 +1,182 @@
+"""OpenAI's Responses and Anthropic's Messages, for agents that speak nothing else (configs/environments/endpoint.py).
+vLLM's own converters turn a request into a chat and the reply back, so an agent is trained on the prompt that it will
+have in front of `vllm serve`. Importing them takes seconds."""
+
+import json
+from itertools import count
+
+import pydantic
+from pydantic_core import to_jsonable_python
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.generate.base.protocol import FunctionCall
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.openai.responses.utils import (
+    build_response_output_items,
+    construct_input_messages,
+    construct_tool_dicts,
+)
+
+from configs.environments.endpoint import Refused
+
+
+def converted(convert, body):
+    """What vLLM makes of a request, as plain data. Raises Refused with the reason that vLLM gives."""
+    try:
+        return to_jsonable_python(convert(body), exclude_none=True)
+    except (pydantic.ValidationError, ValueError, NotImplementedError) as e:
+        raise Refused(400, "invalid_request_error", str(e)) from e
+
+
+def message_of(reply):
+    """The policy's message. Arguments of a call that are no JSON object stand in one, since a tool must be called with
+    one: the agent says what is wrong with them."""
+    message = dict(reply["choices"][0]["message"])
+    calls = []
+    for tool_call in message.get("tool_calls", []):
+        function = dict(tool_call["function"])
+        try:
+            is_object = isinstance(json.loads(function["arguments"]), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            function["arguments"] = json.dumps({"arguments": function["arguments"]})
+        calls.append(tool_call | {"function": function})
+    return message | {"tool_calls": calls}
+
+
+class Responses:
+    """/v1/responses. Nothing is stored, so a request brings its whole conversation, as Codex's do."""
+
+    # Keys that are converted or change nothing.
+    KNOWN = set(
+        "input instructions tools tool_choice max_output_tokens text include store background truncation "
+        "previous_response_id stream prompt_cache_key client_metadata model user metadata service_tier".split()
+    )
+
+    def to_chat(body):
+        if body.get("previous_response_id"):
+            raise Refused(400, "not_found", "previous_response_id: nothing is stored here, send the whole conversation")
+        chat = {key: value for key, value in body.items() if key not in Responses.KNOWN}
+        chat |= converted(Responses.convert, body)
+        form = (body.get("text") or {}).get("format") or {"type": "text"}
+        return chat | {"max_tokens": body.get("max_output_tokens"), "response_format": form}
+
+    def convert(body):
+        request = ResponsesRequest.model_validate(body)
+        messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
+        tools = construct_tool_dicts(request.tools, request.tool_choice)
+        return {"messages": messages, "tools": tools, "tool_choice": request.tool_choice}
+
+    def from_chat(reply, body):
+        message = message_of(reply)
+        calls = []
+        for tool_call in message["tool_calls"]:
+            calls.append(FunctionCall(id=tool_call["id"], **tool_call["function"]))
+        tools = ResponsesRequest.model_validate(body).tools
+        reasoning = message.get("reasoning")
+        items = build_response_output_items(reasoning, message["content"], calls, tools=tools)
+        is_cut = reply["choices"][0]["finish_reason"] == "length"
+        usage = reply["usage"]
+        counts = {"input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0}}
+        counts |= {"output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
+        return {
+            "id": f"resp_{reply['id']}",
+            "object": "response",
+            "created_at": reply["created"],
+            "model": reply["model"],
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "error": None,
+            "output": [item.model_dump(mode="json", exclude_none=True) for item in items],
+            "usage": counts | {"total_tokens": usage["total_tokens"]},
+            "tools": body.get("tools") or [],
+            "tool_choice": "auto",
+            "parallel_tool_calls": True,
+            "metadata": {},
+        }
+
+    def events(reply, body):
+        number = count()
+
+        def event(kind, **what):
+            return {"type": f"response.{kind}", "sequence_number": next(number)} | what
+
+        response = Responses.from_chat(reply, body)
+        begun = response | {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        yield event("created", response=begun)
+        yield event("in_progress", response=begun)
+        for i, item in enumerate(response["output"]):
+            at = {"output_index": i, "item_id": item["id"]}
+            text = ""
+            if item["type"] == "message":
+                yield event("output_item.added", output_index=i, item=item | {"content": [], "status": "in_progress"})
+                part = item["content"][0]
+                at["content_index"] = 0
+                yield event("content_part.added", **at, part=part | {"text": ""})
+                yield event("output_text.delta", **at, delta=part["text"], logprobs=[])
+                yield event("output_text.done", **at, text=part["text"], logprobs=[])
+                yield event("content_part.done", **at, part=part)
+            elif item["type"] == "function_call":
+                text = item["arguments"]
+                yield event("output_item.added", output_index=i, item=item | {"arguments": "", "status": "in_progress"})
+                yield event("function_call_arguments.delta", **at, delta=text)
+                yield event("function_call_arguments.done", **at, arguments=text, name=item["name"])
+            elif item["type"] == "custom_tool_call":
+                yield event("output_item.added", output_index=i, item=item | {"input": ""})
+                yield event("custom_tool_call_input.delta", **at, delta=item["input"])
+                yield event("custom_tool_call_input.done", **at, input=item["input"])
+            else:  # reasoning
+                yield event("output_item.added", output_index=i, item=item | {"content": []})
+            yield event("output_item.done", output_index=i, item=item)
+        yield event(response["status"], response=response)
+
+
+class Messages:
+    """/v1/messages of Anthropic."""
+
+    KNOWN = set("messages system tools tool_choice max_tokens stop_sequences stream model metadata".split())
+
+    def to_chat(body):
+        chat = {key: value for key, value in body.items() if key not in Messages.KNOWN}
+        found = converted(Messages.convert, body)
+        names = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "stop")
+        return chat | {name: found[name] for name in names if name in found}
+
+    def convert(body):
+        request = AnthropicMessagesRequest.model_validate(body)
+        return AnthropicServingMessages.to_chat_completion_request(request)
+
+    def from_chat(reply, body):
+        choice = reply["choices"][0] | {"message": message_of(reply)}
+        chat = ChatCompletionResponse.model_validate(reply | {"choices": [choice]})
+        found = AnthropicServingMessages.messages_full_converter(None, chat)  # it makes no use of its server
+        return {"stop_sequence": None} | found.model_dump(mode="json", exclude_none=True)
+
+    def events(reply, body):
+        message = Messages.from_chat(reply, body)
+        begun = message | {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": begun}
+        for i, block in enumerate(message["content"]):
+            start = dict(block)
+            if block["type"] == "tool_use":
+                start["input"] = {}
+                deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+            elif block["type"] == "thinking":
+                start |= {"thinking": "", "signature": ""}
+                deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]
+                deltas.append({"type": "signature_delta", "signature": block["signature"]})
+            else:
+                start["text"] = ""
+                deltas = [{"type": "text_delta", "text": block["text"]}]
+            yield {"type": "content_block_start", "index": i, "content_block": start}
+            for delta in deltas:
+                yield {"type": "content_block_delta", "index": i, "delta": delta}
+            yield {"type": "content_block_stop", "index": i}
+        end = {"stop_reason": message["stop_reason"], "stop_sequence": message["stop_sequence"]}
+        yield {"type": "message_delta", "delta": end, "usage": message["usage"]}
+        yield {"type": "message_stop"}
+
+
+FORMATS = {"responses": Responses, "messages": Messages}

@@ -1,0 +1,447 @@
+"""Any agent as an environment: what it asks through its endpoint is what is trained, and nothing else."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+
+import agent_tasks
+import httpx
+import openai
+import pytest
+import torch
+from conftest import all_batches, lines, some
+from transformers import AutoModelForCausalLM
+
+from configs.environments import endpoint
+from configs.environments.agents import AgentEnv
+from configs.runtime.role import RunError
+from env import Rubric, Truncated
+
+TASK = '[env]\nid = "agent_tasks"\nargs = {{ kind = "{}"{} }}'
+TOOLS = "inference.args.enable_auto_tool_choice=true"
+ALL_MAY_FAIL = "orchestrator.max_error_share=1.0"
+FRESH = "orchestrator.max_staleness=0"
+
+
+@pytest.fixture
+def rollouts(run):
+    """rollouts(kind, *overrides, args="", steps=2) -> lines of rollouts.jsonl, and batches."""
+
+    def go(kind, *overrides, args="", steps=2, **kwargs):
+        run_dir = run(steps, TASK.format(kind, args), TOOLS, ALL_MAY_FAIL, *overrides, **kwargs)
+        return lines(run_dir / "rollouts.jsonl"), all_batches(run_dir)
+
+    return go
+
+
+def sequences_of(batches):
+    """{(step, group, rollout): its sequences}"""
+    found = {}
+    for step, batch in enumerate(batches):
+        for s in batch.sequences:
+            found.setdefault((step, s["group"], s["rollout"]), []).append(s)
+    return found
+
+
+# --- what is trained --------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_is_trained_on_the_same_tokens_as_an_environment_of_the_same_turns(rollouts, run):
+    """The fake server's answers are a function of the prompt, its turns and the weights."""
+    options = ("orchestrator.sampling.max_tokens=3", FRESH)
+    agents, batches = rollouts("turns", *options)
+    assert {r["num_turns"] for r in agents} == {3} and not any(r["error"] for r in agents)
+    for path in [*(run.run_dir / "batches").iterdir(), run.run_dir / "rollouts.jsonl"]:
+        path.unlink()
+    ours = run(2, '[env]\nid = "agent_tasks"\nargs = { kind = "same_turns" }', *options)
+    for a, b in zip(batches, all_batches(ours)):
+        for s, other in zip(a.sequences, b.sequences, strict=True):
+            for name in ("tokens", "mask", "old_logp", "turn"):
+                assert s[name].tolist() == other[name].tolist(), name
+    for a, b in zip(agents, lines(ours / "rollouts.jsonl"), strict=True):
+        assert a["completion"] == b["completion"] and a["prompt"] == b["prompt"]
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_were_sampled(rollouts, models):
+    network = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32).eval()
+    _, batches = rollouts("turns", "orchestrator.sampling.max_tokens=3", FRESH, steps=1)
+    for s in batches[0].sequences:
+        with torch.no_grad():
+            logits = network(s["tokens"][None].long()).logits[0, :-1]
+        logp = logits.log_softmax(-1).gather(-1, s["tokens"][1:, None].long())[:, 0]
+        is_own = s["mask"][1:].bool()
+        assert is_own.sum() == s["num_tokens"]
+        assert (logp - s["old_logp"][1:])[is_own].abs().max() < 1e-4
+
+
+def test_a_sub_agent_has_a_sequence_of_its_own_and_the_rollouts_advantage(rollouts):
+    """Interleaved, 6 turns each: 2 sequences, not 12."""
+    found, batches = rollouts("with_sub_agent", "max_seq_len=128", "orchestrator.sampling.max_tokens=2")
+    assert {r["num_turns"] for r in found} == {12}
+    for sequences in sequences_of(batches).values():
+        assert len(sequences) == 2
+        assert len({s["reward"] for s in sequences}) == 1 and {s["agent"] for s in sequences} == {""}
+        assert sum(int(s["mask"].sum()) for s in sequences) == sequences[0]["num_tokens"]
+    main = [m["content"] for m in found[0]["prompt"]]
+    assert main == [f"hello {found[0]['answer']}"] and len(found[0]["completion"]) == 11
+
+
+def test_agents_have_rewards_of_their_own_and_a_user_is_not_trained(rollouts):
+    found, batches = rollouts("proposer_and_solver", args=', untrained = ["user"]')
+    for r in found:
+        assert r["agent_rewards"].keys() == {"proposer", "solver"}
+    for sequences in sequences_of(batches).values():
+        by_agent = {s["agent"]: s for s in sequences}
+        assert by_agent.keys() == {"proposer", "solver", "user"}
+        assert by_agent["proposer"]["reward"] > 0 > by_agent["solver"]["reward"]
+        assert [agent for agent, s in by_agent.items() if not s["trainable"]] == ["user"]
+
+
+def test_a_compacted_history_is_a_new_sequence_and_each_token_is_trained_once(rollouts):
+    found, batches = rollouts("compacts", "orchestrator.sampling.max_tokens=3")
+    for r in found:
+        assert r["num_turns"] == 4 and r["completion"][0]["role"] == "assistant"
+    for sequences in sequences_of(batches).values():
+        assert len(sequences) == 2
+        turns = [sorted(set(s["turn"][s["mask"].bool()].tolist())) for s in sequences]
+        assert turns == [[0, 1], [2, 3]]
+        assert sum(int(s["mask"].sum()) for s in sequences) == sequences[0]["num_tokens"]
+
+
+# --- what a request may ask for ---------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_trained_on_is_dropped_named_once_and_counted(rollouts, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint, "NAMED", set())
+    said = []
+    monkeypatch.setattr(endpoint, "say", said.append)
+    log = tmp_path / "requests"
+    found, _ = rollouts("wants_more", fake={"log": str(log)})
+    asked = lines(log)
+    assert {r["metrics"]["agent_dropped"] for r in found} == {4}
+    names = ["logit_bias", "response_format", "temperature", "tool_choice"]
+    assert [re.search(r"asks for (\w+)", text)[1] for text in said] == names
+    for body in asked:
+        assert body["temperature"] == 1.0 and not set(names[:2]) & body.keys() and "tool_choice" not in body
+        assert body["max_tokens"] == 2 and "strict" not in json.dumps(body.get("tools"))
+        assert body["model"] == "run" and body["user"] in "0123"
+    assert Counter(json.dumps(body["stop"]) for body in asked) == {"[]": len(asked) // 2, '["z"]': len(asked) // 2}
+
+
+def test_a_limit_of_the_agents_own_does_not_count_as_cut_off(rollouts):
+    """A random model never ends its answers."""
+    assert not any(r["truncated"] for r in rollouts("compacts")[0])
+    found, _ = rollouts("compacts", "orchestrator.sampling.max_tokens=3", "run_name=own")  # the run's limit, too
+    assert all(r["truncated"] for r in found)
+
+
+def test_parts_developers_and_several_system_messages_arrive_as_one(rollouts, tmp_path):
+    log = tmp_path / "requests"
+    rollouts("parts", fake={"log": str(log)}, steps=1)
+    for body in lines(log):
+        assert [m["role"] for m in body["messages"]] == ["system", "user"]
+        assert body["messages"][0]["content"] == "one\n\na\nb"
+
+
+class Policy:
+    """A generate() that says what a test wants. Keeps what it is asked."""
+
+    def __init__(self, *messages, stop_reason=None):
+        self.left = list(messages)
+        self.asked = []
+        self.own = []
+        self.stop_reason = stop_reason
+
+    async def __call__(self, messages, tools=None, agent="", trainable=True, whole=False, **own):
+        self.asked.append(messages)
+        self.own.append(own)
+        message = self.left.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        reason = "tool_calls" if message.get("tool_calls") else "stop"
+        choice = {"index": 0, "finish_reason": reason, "message": {"role": "assistant"} | message}
+        usage = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+        head = {"id": "1", "created": 0, "object": "chat.completion", "model": "run-3"}
+        return head | {"choices": [choice | {"stop_reason": self.stop_reason}], "usage": usage}
+
+
+def play(agent, policy, **options):
+    """A rollout of an agent with this policy. Returns its state."""
+    env = AgentEnv(agent, [{"question": "q"}], rubric=Rubric(), **options)
+
+    async def go():
+        state = env.start(env.dataset[0]) | {"replies": []}
+        await env.rollout(state, policy)
+        return state
+
+    return asyncio.run(go())
+
+
+CALL = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": '{"x":1,  "a": 2}'}}
+THOUGHT = {"content": "\n\n4 ", "reasoning": "two and two", "tool_calls": [CALL]}
+
+
+async def forgets(client, prompt):
+    """Echoes a message as many agents do: without reasoning, stripped, the arguments written anew."""
+    messages = list(prompt)
+    for _ in range(2):
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        message = reply.choices[0].message
+        echo = {"role": "assistant", "content": message.content.strip()}
+        for tool_call in message.tool_calls or []:
+            arguments = json.dumps(json.loads(tool_call.function.arguments), sort_keys=True)
+            function = {"name": tool_call.function.name, "arguments": arguments}
+            echo.setdefault("tool_calls", []).append({"id": tool_call.id, "type": "function", "function": function})
+        messages += [echo, {"role": "tool", "tool_call_id": "a1", "content": "3"}]
+
+
+@pytest.mark.parametrize("restore", [True, False])
+def test_the_policys_own_messages_are_restored_as_they_were_sampled(restore):
+    policy = Policy(THOUGHT, {"content": "end"})
+    state = play(forgets, policy, restore=restore)
+    sent = policy.asked[1][1]
+    assert state["agent"]["restored"] == restore
+    if restore:
+        assert sent == {"role": "assistant"} | THOUGHT
+        assert state["completion"][0] == sent and len(state["completion"]) == 3
+    else:
+        assert (
+            "reasoning" not in sent
+            and sent["content"] == "4"
+            and sent["tool_calls"][0]["function"]["arguments"][1] == '"'
+        )
+
+
+def test_of_two_equal_answers_the_one_at_the_same_place_is_restored():
+    async def agent(client, prompt):
+        messages = list(prompt)
+        for _ in range(3):
+            reply = await client.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": reply.choices[0].message.content}, prompt[0]]
+
+    said = [{"content": "yes", "reasoning": f"thought {i}"} for i in range(3)]
+    policy = Policy(*said)
+    play(agent, policy)
+    assert [m["reasoning"] for m in policy.asked[2] if m["role"] == "assistant"] == ["thought 0", "thought 1"]
+
+
+def test_a_stop_string_of_the_agent_is_in_the_tokens_but_not_in_what_it_gets():
+    async def agent(client, prompt):
+        reply = await client.chat.completions.create(model="m", messages=prompt, stop="</a>")
+        text = reply.choices[0].message.content
+        messages = [*prompt, {"role": "assistant", "content": text}, prompt[0]]
+        await client.chat.completions.create(model="m", messages=messages)
+        return text
+
+    policy = Policy({"content": "<a>1</a>"}, {"content": ""}, stop_reason="</a>")
+    state = play(agent, policy)
+    assert state["result"] == "<a>1" and policy.asked[1][1]["content"] == "<a>1</a>"
+    assert policy.own[0] == {"stop": ["</a>"]}
+
+
+# --- whose fault it is ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, args",
+    [("too_many", ", max_requests = 5"), ("too_long", ""), ("forgiven", ""), ("slow", ", time_limit = 0.5")],
+)
+def test_the_policys_fault_is_scored(rollouts, kind, args):
+    found, _ = rollouts(kind, args=args)
+    for r in found:
+        assert not r["error"] and r["reward"] is not None
+        assert r["metrics"]["agent_forgiven"] == (kind == "forgiven")
+        if kind == "too_many":
+            assert r["num_turns"] == 5 and r["metrics"]["agent_requests"] >= 5
+        if kind == "too_long":
+            assert r["truncated"] and r["num_turns"] < r["metrics"]["agent_requests"]
+
+
+@pytest.mark.parametrize(
+    "kind, fake, error",
+    [
+        ("crashes", {}, "LookupError: a bug of the agent in crashes, agent_tasks.py"),
+        ("silent", {}, "DataError: the agent asked for nothing"),
+        (
+            "hides_errors",
+            {"generate 1": "logprobs", "generate 9": "logprobs"},
+            "AgentFailed: DataError: the server sent",
+        ),
+    ],
+)
+def test_the_agents_and_the_servers_fault_loses_the_rollout(run, kind, fake, error):
+    try:
+        run(2, TASK.format(kind, ""), ALL_MAY_FAIL, fake=fake)
+    except RunError as e:
+        assert kind != "hides_errors" and "in a row taught nothing, the last was failed" in str(e)
+    found = lines(run.run_dir / "rollouts.jsonl") if kind == "hides_errors" else None
+    if found:
+        lost = [r for r in found if r["error"]]
+        assert len(lost) == 2 and all(r["error"].startswith(error) and r["reward"] is None for r in lost)
+
+
+@pytest.mark.parametrize("error", [LookupError("a bug"), RuntimeError("another")])
+def test_what_an_agent_raises_comes_out_of_the_rollout(error):
+    async def agent(client, prompt):
+        await client.chat.completions.create(model="m", messages=prompt)
+        raise error
+
+    with pytest.raises(type(error)):
+        play(agent, Policy({"content": "a"}), forgive=[openai.APIError])
+    state = play(agent, Policy({"content": "a"}), forgive=[type(error)])
+    assert state["agent"]["forgiven"] == 1
+
+
+def test_a_truncated_rollout_says_so_to_the_agent_and_to_its_environment():
+    async def agent(client, prompt):
+        try:
+            await client.chat.completions.create(model="m", messages=prompt)
+        except openai.BadRequestError as e:
+            assert e.code == "context_length_exceeded"
+            return "handled"
+
+    with pytest.raises(Truncated):
+        play(agent, Policy(Truncated()))
+
+
+def test_malformed_requests_are_answered_with_a_reason_and_count_for_nothing(rollouts):
+    found, batches = rollouts("garbage", "orchestrator.sampling.max_tokens=2")
+    assert not any(r["error"] for r in found) and {r["num_turns"] for r in found} == {1}
+
+
+def test_requests_after_the_end_are_refused_and_the_shared_client_stays_open(rollouts):
+    agent_tasks.LATE.clear()
+    found, _ = rollouts("late", fake={"generate_s": 0.2})
+    assert not any(r["error"] for r in found)
+    assert set(agent_tasks.LATE) == {410} and len(agent_tasks.LATE) >= 16
+    found, _ = rollouts("closes", "run_name=closes", steps=1)
+    assert not any(r["error"] for r in found)
+
+
+def test_a_client_that_goes_away_is_not_recorded(rollouts):
+    found, _ = rollouts("goes_away", fake={"generate_s": 0.5}, steps=1)
+    assert {r["num_turns"] for r in found} == {1} and not any(r["error"] for r in found)
+
+
+def test_a_function_that_needs_what_is_not_there_is_found_before_a_server_starts(run):
+    with pytest.raises(RunError, match="wants_misspelled.. wants .'clinet'.") as e:
+        run(1, TASK.format("wants_misspelled", ""))
+    assert e.value.code == 4
+
+
+@pytest.mark.parametrize("seed", some(range(30), 3))
+def test_mixes_of_agents_add_up(rollouts, seed):
+    """Each rollout has another agent, some of them at fault, and no rollout sees another's requests."""
+    agent_tasks.RANDOM.seed(seed)
+    found, batches = rollouts("mix", steps=3)
+    lost = {"crashes": "LookupError", "silent": "DataError"}
+    kinds = Counter()
+    for r in found:
+        kind = r["info"]["kind"]
+        kinds[kind] += 1
+        assert r["error"].split(":")[0] == lost.get(kind, ""), r["error"]
+        if not r["error"]:
+            assert r["reward"] is not None and r["metrics"]["agent_requests"] >= r["num_turns"]
+            said = json.dumps(r["prompt"])
+            assert f"hello {r['answer']}" in said or kind == "compacts"
+    assert len(kinds) >= 8
+    for sequences in sequences_of(batches).values():
+        assert sum(int(s["mask"].sum()) for s in sequences) == sequences[0]["num_tokens"]
+
+
+# --- streams and formats ----------------------------------------------------------------------------------------------
+
+
+def test_the_synchronous_client_streams_in_a_thread(rollouts):
+    found, _ = rollouts("in_a_thread", steps=1)
+    assert not any(r["error"] for r in found) and {r["num_turns"] for r in found} == {1}
+
+
+@pytest.mark.parametrize("is_failing", [False, True])
+def test_a_slow_stream_shows_life_and_reports_what_fails_later(monkeypatch, is_failing):
+    monkeypatch.setattr(endpoint, "PAUSE", 0.05)
+    text = []
+
+    class Slow(Policy):
+        async def __call__(self, *args, **kwargs):
+            await asyncio.sleep(0.3)
+            return await super().__call__(*args, **kwargs)
+
+    async def agent(base_url, prompt):
+        async with httpx.AsyncClient(trust_env=False) as http:
+            reply = await http.post(f"{base_url}/chat/completions", json={"messages": prompt, "stream": True})
+            assert reply.status_code == 200
+            text.append(reply.text)
+
+    try:
+        play(agent, Slow(OSError("no server") if is_failing else {"content": "a"}))
+    except Exception as e:
+        assert is_failing and "no server" in str(e)
+    assert text[0].count(": sampling\n\n") >= 3 and text[0].endswith("data: [DONE]\n\n")
+    assert ('"server_error"' in text[0]) == is_failing
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
+
+
+async def by_responses(client, prompt):
+    """OpenAI's Responses, plain and streamed, with a tool whose result goes back."""
+    tool = {"type": "function", "name": "f", "description": "d", "parameters": SCHEMA, "strict": True}
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "q"}]}]
+    reply = await client.responses.create(model="m", input=items, instructions="S", tools=[tool], store=False)
+    assert reply.usage.output_tokens == 4 and reply.status == "completed"
+    items += [item.model_dump(exclude_none=True) for item in reply.output]
+    call = reply.output[-1]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "42"})
+    async with client.responses.stream(model="m", input=items, instructions="S", tools=[tool]) as stream:
+        kinds = [event.type async for event in stream]
+        last = await stream.get_final_response()
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    return [json.loads(call.arguments), last.output_text]
+
+
+async def by_messages(base_url, prompt):
+    """Anthropic's Messages, likewise."""
+    import anthropic
+
+    client = anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key="none")
+    tool = {"name": "f", "description": "d", "input_schema": SCHEMA}
+    messages = [{"role": "user", "content": "q"}]
+    given = {"model": "m", "max_tokens": 9, "system": "S", "tools": [tool]}
+    async with client.messages.stream(messages=messages, **given) as stream:
+        reply = await stream.get_final_message()
+    assert reply.usage.output_tokens == 4 and reply.stop_reason == "tool_use"
+    messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
+    call = reply.content[-1]
+    messages.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "42"}]})
+    last = await client.messages.create(messages=messages, **given)
+    return [call.input, last.content[0].text]
+
+
+@pytest.mark.parametrize("agent", [by_responses, by_messages])
+def test_other_formats_are_the_same_chat(agent):
+    policy = Policy(THOUGHT, {"content": "done"})
+    state = play(agent, policy)
+    assert state["result"] == [{"x": 1, "a": 2}, "done"]
+    first, second = policy.asked
+    assert [m["role"] for m in first] == ["system", "user"] and first[0]["content"] == "S"
+    assert [m["role"] for m in second] == ["system", "user", "assistant", "tool"]
+    assert second[2] == {"role": "assistant"} | THOUGHT and second[3]["content"] == "42"
+    assert state["agent"]["requests"] == 2 and len(state["completion"]) == 3
+
+
+@pytest.mark.parametrize("route", ["responses", "messages"])
+def test_what_a_format_does_not_know_is_refused_with_a_reason(route):
+    async def agent(base_url, client, prompt):
+        async with httpx.AsyncClient(trust_env=False) as http:
+            for body in (
+                {},
+                {"input": 3, "messages": 3, "max_tokens": 1},
+                {"previous_response_id": "1", "messages": [1]},
+            ):
+                reply = await http.post(f"{base_url}/{route}", json=body)
+                assert reply.status_code == 400 and reply.json()["error"]["message"], reply.text
+        await client.chat.completions.create(model="m", messages=prompt)
+
+    assert play(agent, Policy({"content": "a"}))["agent"]["requests"] == 1
