@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
 import re
+import shutil
+import subprocess
 from collections import Counter
 
 import agent_tasks
@@ -10,13 +13,13 @@ import httpx
 import openai
 import pytest
 import torch
-from conftest import all_batches, lines, some
+from conftest import ROOT, all_batches, lines, some
 from transformers import AutoModelForCausalLM
 
 from configs.environments import endpoint
 from configs.environments.agents import AgentEnv
 from configs.runtime.role import RunError
-from env import Rubric, Truncated
+from env import Rubric, Truncated, load_environment
 
 TASK = '[env]\nid = "agent_tasks"\nargs = {{ kind = "{}"{} }}'
 TOOLS = "inference.args.enable_auto_tool_choice=true"
@@ -109,6 +112,26 @@ def test_a_compacted_history_is_a_new_sequence_and_each_token_is_trained_once(ro
         assert sum(int(s["mask"].sum()) for s in sequences) == sequences[0]["num_tokens"]
 
 
+def test_the_readmes_agent_does_what_it_says(tmp_path, monkeypatch):
+    """It calls its tool, and what the policy does wrong is scored."""
+    code = (ROOT / "README.md").read_text().split("## Bring your own agent")[1].split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_agent.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = load_environment("my_agent", {"num": 60})
+
+    def score(*said):
+        policy = Policy(*said)
+        state = asyncio.run(rollout(env, policy))
+        return policy.asked[-1], asyncio.run(env.rubric.score(state))
+
+    add = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 50, "b": 350}'}}
+    asked, (reward, metrics) = score({"tool_calls": [add]}, {"content": "400"})
+    assert asked[-1]["content"] == "400" and reward == 1 and metrics["agent_requests"] == 2
+    wrong = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+    _, (reward, metrics) = score({"tool_calls": [wrong]})
+    assert reward == 0 and metrics["agent_forgiven"] == 1
+
+
 # --- what a request may ask for ---------------------------------------------------------------------------------------
 
 
@@ -168,14 +191,13 @@ class Policy:
 
 def play(agent, policy, **options):
     """A rollout of an agent with this policy. Returns its state."""
-    env = AgentEnv(agent, [{"question": "q"}], rubric=Rubric(), **options)
+    return asyncio.run(rollout(AgentEnv(agent, [{"question": "q"}], rubric=Rubric(), **options), policy))
 
-    async def go():
-        state = env.start(env.dataset[0]) | {"replies": []}
-        await env.rollout(state, policy)
-        return state
 
-    return asyncio.run(go())
+async def rollout(env, policy):
+    state = env.start(env.dataset[0]) | {"replies": []}
+    await env.rollout(state, policy)
+    return state
 
 
 CALL = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": '{"x":1,  "a": 2}'}}
@@ -245,7 +267,7 @@ def test_a_stop_string_of_the_agent_is_in_the_tokens_but_not_in_what_it_gets():
 
 @pytest.mark.parametrize(
     "kind, args",
-    [("too_many", ", max_requests = 5"), ("too_long", ""), ("forgiven", ""), ("slow", ", time_limit = 0.5")],
+    [("too_many", ", max_requests = 5"), ("too_long", ""), ("forgiven", ""), ("slow", ", time_limit = 3.0")],
 )
 def test_the_policys_fault_is_scored(rollouts, kind, args):
     found, _ = rollouts(kind, args=args)
@@ -314,7 +336,7 @@ def test_requests_after_the_end_are_refused_and_the_shared_client_stays_open(rol
     agent_tasks.LATE.clear()
     found, _ = rollouts("late", fake={"generate_s": 0.2})
     assert not any(r["error"] for r in found)
-    assert set(agent_tasks.LATE) == {410} and len(agent_tasks.LATE) >= 16
+    assert set(agent_tasks.LATE) == {410}
     found, _ = rollouts("closes", "run_name=closes", steps=1)
     assert not any(r["error"] for r in found)
 
@@ -445,3 +467,51 @@ def test_what_a_format_does_not_know_is_refused_with_a_reason(route):
         await client.chat.completions.create(model="m", messages=prompt)
 
     assert play(agent, Policy({"content": "a"}))["agent"]["requests"] == 1
+
+
+# --- programs that others wrote ---------------------------------------------------------------------------------------
+
+CAPTURED = {"capture_output": True, "text": True, "timeout": 120}
+CLIS = ["@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.332"]
+
+
+@pytest.fixture(scope="module")
+def clis(tmp_path_factory):
+    """The directory of their programs."""
+    if not shutil.which("npm"):
+        pytest.skip("needs npm")
+    path = tmp_path_factory.mktemp("clis")
+    subprocess.run(["npm", "install", "--no-fund", "--no-audit", *CLIS], cwd=path, check=True, capture_output=True)
+    return path / "node_modules" / ".bin"
+
+
+def codex(bin, base_url):
+    provider = f'{{name="rl", base_url="{base_url}", env_key="OPENAI_API_KEY", wire_api="responses"}}'
+    settings = ["-c", "model_provider=rl", "-c", f"model_providers.rl={provider}"]
+    flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+    return [f"{bin}/codex", "exec", *flags, *settings, "-m", "policy", "What does it print?"]
+
+
+def claude(bin, base_url):
+    return [f"{bin}/claude", "-p", "What does it print?", "--dangerously-skip-permissions", "--model", "policy"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command, tool, key", [(codex, "exec_command", "cmd"), (claude, "Bash", "command")])
+def test_coding_agents_run_a_tool_and_end(clis, tmp_path, command, tool, key):
+    """Streamed, by Responses and by Anthropic's Messages, with the agents' own prompts and tools, without a network."""
+    function = {"name": tool, "arguments": json.dumps({key: "echo 4$((1+1))"})}
+    policy = Policy({"tool_calls": [{"id": "c1", "type": "function", "function": function}]}, {"content": "it is 42"})
+
+    def run(base_url):
+        env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "OPENAI_API_KEY": "none", "IS_SANDBOX": "1"}
+        env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
+        env |= {"NO_PROXY": "127.0.0.1", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"}
+        done = subprocess.run(command(clis, base_url), env=env, cwd=tmp_path, stdin=subprocess.DEVNULL, **CAPTURED)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    state = play(run, policy)
+    assert state["result"].strip().endswith("it is 42")
+    assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant"]
+    assert "42" in state["completion"][1]["content"] and state["agent"]["requests"] == 2

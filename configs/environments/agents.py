@@ -146,10 +146,13 @@ class AgentEnv(SingleTurnEnv):
         self.time_limit = time_limit
         self.untrained = set(untrained)
         self.restore = restore
+        # What the agent or a reward function lacks is found now.
         state = self.start(self.dataset[0])
-        pick(run, state | {"state": state, "base_url": "", "client": None})  # what it lacks is found now
-        if isinstance(self.rubric, Rubric):
-            self.rubric.parts = self.rubric.parts + [(counter(name), 0.0, {}) for name in COUNTED]
+        pick(run, state | {"state": state, "base_url": "", "client": None})
+        if type(self.rubric) is Rubric:
+            for func, _, objects in self.rubric.parts:
+                pick(func, state | objects | {"state": state, "result": None, "agent": {}, "replies": []})
+        self.rubric.parts = self.rubric.parts + [(counter(name), 0.0, {}) for name in COUNTED]
 
     async def rollout(self, state, generate):
         address, http = await endpoint()
@@ -157,6 +160,7 @@ class AgentEnv(SingleTurnEnv):
         base_url = f"{address}/{secret}/v1"
         client = openai.AsyncOpenAI(base_url=base_url, api_key=secret, http_client=http)
         session = Session(self, generate)
+        state["result"] = None
         error = None
         SESSIONS[secret] = session
         try:

@@ -12,6 +12,8 @@ policy's, and nothing could be trained on such tokens."""
 
 import asyncio
 import json
+import os
+import tempfile
 import weakref
 from typing import Literal
 
@@ -28,12 +30,22 @@ HARMLESS = set(
 )
 DEFAULTS = {"temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False}
 DEFAULTS |= {"tool_choice": "auto", "response_format": {"type": "text"}}
+MESSAGE = (
+    "role",
+    "content",
+    "name",
+    "reasoning",
+    "reasoning_content",
+    "tool_calls",
+    "tool_call_id",
+)  # what templates use
 NAMED = set()  # dropped settings that the log has named
 PAUSE = 5.0  # s until a stream shows life: clients and proxies give up on silence
 NO_RETRY = {"x-should-retry": "false"}  # openai's client would ask again after a 5xx
 
 SERVERS = weakref.WeakKeyDictionary()  # event loop: the task that starts its server
 SESSIONS = {}  # secret: agents.Session
+SOCKETS = {}  # port of a server: the directory of its Unix socket, which leads out of a sandbox without a network
 
 
 class Refused(Exception):
@@ -113,7 +125,7 @@ def as_chat(body):
     """A request's messages without what is None. Leading system messages become one: many templates refuse two."""
     result = []
     for message in body["messages"]:
-        message = {key: value for key, value in message.items() if value not in (None, [])}
+        message = {key: message[key] for key in MESSAGE if message.get(key) not in (None, [])}
         message.setdefault("content", "")
         if message["role"] == "developer":
             message["role"] = "system"
@@ -170,6 +182,10 @@ async def serve():
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     _, port = runner.addresses[0]
+    SOCKETS[port] = tempfile.TemporaryDirectory(prefix="endpoint_")
+    await web.UnixSite(runner, f"{SOCKETS[port].name}/socket").start()
+    for path, mode in ((SOCKETS[port].name, 0o755), (f"{SOCKETS[port].name}/socket", 0o666)):
+        os.chmod(path, mode)  # a sandbox has another user; like the port, the socket is of no use without a secret
     unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
     return f"http://127.0.0.1:{port}", SharedClient(trust_env=False, limits=unlimited, timeout=None)
 
