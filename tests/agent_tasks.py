@@ -7,6 +7,7 @@ import httpx
 import openai
 
 from configs.environments.agents import AgentEnv
+from configs.environments.rubrics import AgentRubric
 from env import MultiTurnEnv, Rubric
 
 RANDOM = random.Random(0)
@@ -54,13 +55,20 @@ async def with_sub_agent(client, prompt):
             messages.append({"role": "user", "content": f"{i}"})
 
 
-async def proposer_and_solver(client, base_url, prompt, state):
+async def proposer_and_solver(client, base_url, prompt):
     """Two agents with rewards of their own, and a user, whom the policy plays without being trained."""
     proposer = client.with_options(default_headers={"X-Agent": "proposer"})
     solver = openai.AsyncOpenAI(base_url=base_url.replace("/v1", "/solver/v1"), api_key="none")
     user = client.with_options(default_headers={"X-Agent": "user"})
     await asyncio.gather(*(say(who, list(prompt), max_tokens=3) for who in (proposer, solver, user)))
-    state["agent_rewards"] = {"proposer": random.random(), "solver": -random.random()}
+
+
+def shares():
+    return {"proposer": 1 + random.random(), "solver": -1 - random.random()}
+
+
+def half():
+    return 0.5
 
 
 async def compacts(client, prompt):
@@ -215,8 +223,11 @@ def load_environment(kind="turns", num_rows=37, **options):
         return AgentEnv(mix, rows, rubric=Rubric([noise]), max_requests=5, forgive=[TurnsExceeded])
     if kind == "same_turns":
         return SameTurns(rows, rubric=Rubric([noise]), max_turns=3)
+    if kind == "proposer_and_solver":
+        options["rubric"] = AgentRubric([shares, half], [2.0, 1.0])
+    options.setdefault("rubric", Rubric([noise]))
     options.setdefault("forgive", [TurnsExceeded])
-    return AgentEnv(globals()[kind], rows, rows[:3], rubric=Rubric([noise]), **options)
+    return AgentEnv(globals()[kind], rows, rows[:3], **options)
 
 
 MIX = [turns, compacts, wants_more, too_many, too_long, forgiven, crashes, silent, closes, garbage]

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 
 from configs.environments import endpoint
 from configs.environments.agents import AgentEnv
+from configs.environments.rubrics import TurnRubric
 from configs.runtime.role import RunError
-from env import Rubric, Truncated, load_environment
+from env import DataError, Rubric, Truncated, load_environment
 
 TASK = '[env]\nid = "agent_tasks"\nargs = {{ kind = "{}"{} }}'
 TOOLS = "inference.args.enable_auto_tool_choice=true"
@@ -93,7 +94,9 @@ def test_a_sub_agent_has_a_sequence_of_its_own_and_the_rollouts_advantage(rollou
 def test_agents_have_rewards_of_their_own_and_a_user_is_not_trained(rollouts):
     found, batches = rollouts("proposer_and_solver", args=', untrained = ["user"]')
     for r in found:
-        assert r["agent_rewards"].keys() == {"proposer", "solver"}
+        own = {agent: 0.5 + 2 * r["metrics"][f"shares_{agent}"] for agent in ("proposer", "solver")}
+        assert r["agent_rewards"] == pytest.approx(own)
+        assert r["reward"] == pytest.approx(sum(own.values()) / 2) and r["metrics"]["half"] == 0.5
     for sequences in sequences_of(batches).values():
         by_agent = {s["agent"]: s for s in sequences}
         assert by_agent.keys() == {"proposer", "solver", "user"}
@@ -350,6 +353,11 @@ def test_a_function_that_needs_what_is_not_there_is_found_before_a_server_starts
     with pytest.raises(RunError, match="wants_misspelled.. wants .'clinet'.") as e:
         run(1, TASK.format("wants_misspelled", ""))
     assert e.value.code == 4
+
+
+def test_rewards_by_turn_are_refused():
+    with pytest.raises(DataError, match="a TurnRubric rewards the turns of one conversation"):
+        AgentEnv(forgets, [{"question": "q"}], rubric=TurnRubric([]))
 
 
 @pytest.mark.parametrize("seed", some(range(30), 3))

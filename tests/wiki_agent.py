@@ -16,6 +16,7 @@ TOOLS = [
     for name in ("search_pages", "view_page")
 ]
 
+TOKENS = wiki_search.TOKENS  # the toy model's maker asks for both
 demonstrations = wiki_search.demonstrations
 
 

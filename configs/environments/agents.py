@@ -19,6 +19,7 @@ import secrets
 import openai
 
 from configs.environments.endpoint import SESSIONS, Refused, as_chat, endpoint, key_of, settings
+from configs.environments.rubrics import TurnRubric
 from env import Rubric, SingleTurnEnv, Truncated, call, ensure, pick
 
 COUNTED = ("requests", "dropped", "restored", "forgiven")  # metrics agent_requests, ...
@@ -146,6 +147,8 @@ class AgentEnv(SingleTurnEnv):
         self.time_limit = time_limit
         self.untrained = set(untrained)
         self.restore = restore
+        what = "a TurnRubric rewards the turns of one conversation, and an agent may have several: use Rubric"
+        ensure(not isinstance(self.rubric, TurnRubric), what)
         # What the agent or a reward function lacks is found now.
         state = self.start(self.dataset[0])
         pick(run, state | {"state": state, "base_url": "", "client": None})

@@ -30,15 +30,8 @@ HARMLESS = set(
 )
 DEFAULTS = {"temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logprobs": False}
 DEFAULTS |= {"tool_choice": "auto", "response_format": {"type": "text"}}
-MESSAGE = (
-    "role",
-    "content",
-    "name",
-    "reasoning",
-    "reasoning_content",
-    "tool_calls",
-    "tool_call_id",
-)  # what templates use
+# Keys of a message that templates use.
+MESSAGE = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
 NAMED = set()  # dropped settings that the log has named
 PAUSE = 5.0  # s until a stream shows life: clients and proxies give up on silence
 NO_RETRY = {"x-should-retry": "false"}  # openai's client would ask again after a 5xx
@@ -186,8 +179,9 @@ async def serve():
     await web.UnixSite(runner, f"{SOCKETS[port].name}/socket").start()
     for path, mode in ((SOCKETS[port].name, 0o755), (f"{SOCKETS[port].name}/socket", 0o666)):
         os.chmod(path, mode)  # a sandbox has another user; like the port, the socket is of no use without a secret
-    unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=None)
-    return f"http://127.0.0.1:{port}", SharedClient(trust_env=False, limits=unlimited, timeout=None)
+    # Each request looks through all idle connections: with one for every rollout that was half of its time.
+    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=32)
+    return f"http://127.0.0.1:{port}", SharedClient(trust_env=False, limits=limits, timeout=None)
 
 
 async def handle(request):

@@ -10,6 +10,11 @@ def shorter(completion):                             # rewards each turn of a ro
     return [1 / len(message["content"]) for message in completion if message["role"] == "assistant"]
 
 rubric = TurnRubric([correct, shorter])              # a single number belongs to the last turn
+
+def solved(result):                                  # rewards each agent
+    return {"solver": float(result), "proposer": 1 - float(result)}
+
+rubric = AgentRubric([solved, polite])               # a single number belongs to all agents
 """
 
 import copy
@@ -84,3 +89,27 @@ class TurnRubric(Rubric):
             metrics[name_of(func)] = sum(values)
         state["turn_rewards"] = rewards
         return sum(rewards), metrics
+
+
+class AgentRubric(Rubric):
+    """A function that returns {agent: number} rewards each agent by itself; a single number rewards all of them. The
+    rollout's own reward, which is logged and which agents in no such dict have, is the mean of the agents'."""
+
+    async def score(self, state):
+        common = 0.0
+        by_agent = {}
+        metrics = {}
+        for func, weight, objects in self.parts:
+            value = await call(func, **state | objects | {"state": state})
+            scale = weight_at(weight, state["step"])
+            if not isinstance(value, dict):
+                metrics[name_of(func)] = finite(func, value)
+                common += scale * metrics[name_of(func)]
+                continue
+            for agent, number in value.items():
+                metrics[f"{name_of(func)}_{agent}"] = finite(func, number)
+                by_agent[agent] = by_agent.get(agent, 0.0) + scale * finite(func, number)
+        if by_agent:
+            state["agent_rewards"] = {agent: common + own for agent, own in by_agent.items()}
+            common += sum(by_agent.values()) / len(by_agent)
+        return common, metrics
