@@ -242,12 +242,16 @@ def micro_of(path, sequences):
     return trainer.collate(trainer.load_batch(path / "step.safetensors").sequences, CPU)
 
 
-def assert_same_logp(policy, sequences, path):
-    """The policy gives the loss tokens the log-probabilities that the server gave them."""
+def logp_errors(policy, sequences, path):
+    """How far the policy's log-probabilities of the loss tokens are from those that the server gave them."""
     with torch.no_grad():
         ours = policy.eval()(micro_of(path, sequences))[0].tolist()
     theirs = [x for s in sequences for x, m in zip(s["old_logp"], s["mask"]) if m]
-    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
+    return [abs(a - b) for a, b in zip(ours, theirs, strict=True)]
+
+
+def assert_same_logp(policy, sequences, path):
+    assert max(logp_errors(policy, sequences, path)) < 1e-4
 
 
 def sampled_of(sequences):
@@ -374,6 +378,57 @@ def test_tools_on_the_real_server(connect, tmp_path):
     spelled = rollouts[0].sequences[0]
     assert sampled_of([spelled]) == letters  # what was sampled is trained on
     assert_same_logp(policy, [s | {"temperature": 0.2} for r in rollouts for s in r.sequences], tmp_path)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CONSTRAINTS = {  # what an agent may ask for, and by how many nats a token it moves what vLLM reports
+    "required tool": ({"tool_choice": "required"}, 1.0),
+    "json": ({"response_format": {"type": "json_object"}}, 1.0),
+    "temperature": ({"temperature": 0.5}, 0.02),
+    "logit_bias": ({"logit_bias": {"20": 5.0}}, 0.02),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_agents_are_not_trained_on_constrained_tokens(constraint, connect, tmp_path):
+    """vLLM reports log-probabilities under the constraint. The endpoint drops it, so what is trained is the policy's."""
+    from configs.environments.agents import AgentEnv
+    from env import Rubric
+
+    asked, least = CONSTRAINTS[constraint]
+    tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}
+    if constraint == "required tool":
+        asked = asked | {"tools": [tool]}
+    cfg, policy, sender = connect("fp32", "orchestrator.sampling.max_tokens=12")
+    trainer.sync_weights(sender, policy, 0, cfg)
+
+    async def run(client, prompt):
+        await client.chat.completions.create(model="m", messages=prompt, **asked)
+
+    env = AgentEnv(run, [{"question": "abc"}], rubric=Rubric([lambda: 1.0]))
+    (rollouts,) = groups_of(cfg, env, env.dataset, 6)
+    assert not any(r.error for r in rollouts), rollouts[0].error
+    assert {r.state["agent"]["dropped"] for r in rollouts} == {1}
+    assert_same_logp(policy, [s for r in rollouts for s in r.sequences], tmp_path)
+
+    own = {key: value for key, value in asked.items() if key != "tools"}
+    (rollouts,) = groups_of(cfg, env_that_asks(own, asked.get("tools")), env.dataset, 6)
+    errors = logp_errors(policy, [s for r in rollouts for s in r.sequences], tmp_path)
+    mean = sum(errors) / len(errors)
+    print(f"{constraint}: {mean:.3f} nats a token")
+    assert mean > least
+
+
+def env_that_asks(own, tools):
+    """Without the endpoint, what an agent asks for reaches the server."""
+    from env import Rubric, SingleTurnEnv
+
+    class Asks(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            state["completion"].append(await generate(state["prompt"], tools, **own))
+
+    return Asks([{"question": "abc"}], rubric=Rubric([lambda: 1.0]))
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
