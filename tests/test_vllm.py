@@ -392,7 +392,7 @@ CONSTRAINTS = {  # what an agent may ask for, and by how many nats a token it mo
 @pytest.mark.long
 @pytest.mark.parametrize("constraint", CONSTRAINTS)
 def test_agents_are_not_trained_on_constrained_tokens(constraint, connect, tmp_path):
-    """vLLM reports log-probabilities under the constraint. The endpoint drops it, so what is trained is the policy's."""
+    """vLLM reports log-probabilities under the constraint. The endpoint drops it: what is trained is the policy's."""
     from configs.environments.agents import AgentEnv
     from env import Rubric
 

@@ -18,11 +18,11 @@ import secrets
 
 import openai
 
-from configs.environments.endpoint import SESSIONS, Refused, as_chat, endpoint, key_of, settings
+from configs.environments.endpoint import SESSIONS, Refused, as_chat, endpoint, http_client, key_of, settings
 from configs.environments.rubrics import TurnRubric
 from env import Rubric, SingleTurnEnv, Truncated, call, ensure, pick
 
-COUNTED = ("requests", "dropped", "restored", "forgiven")  # metrics agent_requests, ...
+COUNTED = ("requests", "dropped", "restored", "forgiven")
 
 
 class AgentFailed(Exception):
@@ -155,13 +155,12 @@ class AgentEnv(SingleTurnEnv):
         if type(self.rubric) is Rubric:
             for func, _, objects in self.rubric.parts:
                 pick(func, state | objects | {"state": state, "result": None, "agent": {}, "replies": []})
-        self.rubric.parts = self.rubric.parts + [(counter(name), 0.0, {}) for name in COUNTED]
+        self.rubric.score = with_counts(self.rubric.score)
 
     async def rollout(self, state, generate):
-        address, http = await endpoint()
         secret = secrets.token_urlsafe(16)
-        base_url = f"{address}/{secret}/v1"
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=secret, http_client=http)
+        base_url = f"{await endpoint()}/{secret}/v1"
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=secret, http_client=http_client())
         session = Session(self, generate)
         state["result"] = None
         error = None
@@ -195,11 +194,11 @@ def is_forgiven(error, forgive):
     return isinstance(error, types) or getattr(error, "exit_code", None) in forgive
 
 
-def counter(name):
-    """A function that logs what a session counts, as metric agent_<name>."""
+def with_counts(score):
+    """A rubric's score() that also logs what a session counts, as metrics agent_requests, ..."""
 
-    def count(state):
-        return state["agent"][name]
+    async def scored(state):
+        reward, metrics = await score(state)
+        return reward, metrics | {f"agent_{name}": num for name, num in state["agent"].items()}
 
-    count.__name__ = f"agent_{name}"
-    return count
+    return scored

@@ -11,10 +11,11 @@ strict tools) are dropped, named once and counted: the log-probabilities that vL
 policy's, and nothing could be trained on such tokens."""
 
 import asyncio
+import contextlib
+import importlib
 import json
-import os
-import tempfile
 import weakref
+from collections import namedtuple
 from typing import Literal
 
 import openai
@@ -34,11 +35,14 @@ DEFAULTS |= {"tool_choice": "auto", "response_format": {"type": "text"}}
 MESSAGE = ("role", "content", "name", "reasoning", "reasoning_content", "tool_calls", "tool_call_id")
 NAMED = set()  # dropped settings that the log has named
 PAUSE = 5.0  # s until a stream shows life: clients and proxies give up on silence
+# The library under openai's client: httpx or, since its version 3, httpx2.
+HTTPX = importlib.import_module(openai.DefaultAsyncHttpxClient.__mro__[1].__module__.partition(".")[0])
+STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 NO_RETRY = {"x-should-retry": "false"}  # openai's client would ask again after a 5xx
 
 SERVERS = weakref.WeakKeyDictionary()  # event loop: the task that starts its server
 SESSIONS = {}  # secret: agents.Session
-SOCKETS = {}  # port of a server: the directory of its Unix socket, which leads out of a sandbox without a network
+RUNNERS = {}  # port of a server: what serves it, which can serve a Unix socket as well
 
 
 class Refused(Exception):
@@ -151,103 +155,139 @@ def key_of(message):
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
+# A request, from a socket or from a client in this process.
+Asked = namedtuple("Asked", "path headers text")
+
 
 async def endpoint():
-    """The address of this event loop's endpoint, which the first rollout starts, and an HTTP client that agents share.
-    One of its own for each rollout would read all certificates, 29 ms of this event loop."""
+    """The address of this event loop's endpoint, which the first rollout starts."""
     loop = asyncio.get_running_loop()
     if loop not in SERVERS:
         SERVERS[loop] = loop.create_task(serve())
     return await asyncio.shield(SERVERS[loop])
 
 
-class SharedClient(openai.DefaultAsyncHttpxClient):
-    async def aclose(self):
-        """An agent's `async with client` must not close the connections of the others."""
-
-
 async def serve():
     app = web.Application(client_max_size=64 << 20)
-    for path in ("/{secret}/v1/{route:.+}", "/{secret}/{agent}/v1/{route:.+}"):
-        app.router.add_route("*", path, handle)
+    app.router.add_route("*", "/{path:.*}", handle)
     # A request whose client has gone is cancelled. Otherwise its answer would be sampled, recorded and trained on.
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0, backlog=4096).start()
     _, port = runner.addresses[0]
-    SOCKETS[port] = tempfile.TemporaryDirectory(prefix="endpoint_")
-    await web.UnixSite(runner, f"{SOCKETS[port].name}/socket").start()
-    for path, mode in ((SOCKETS[port].name, 0o755), (f"{SOCKETS[port].name}/socket", 0o666)):
-        os.chmod(path, mode)  # a sandbox has another user; like the port, the socket is of no use without a secret
-    # Each request looks through all idle connections: with one for every rollout that was half of its time.
-    limits = type(openai.DEFAULT_CONNECTION_LIMITS)(max_connections=None, max_keepalive_connections=32)
-    return f"http://127.0.0.1:{port}", SharedClient(trust_env=False, limits=limits, timeout=None)
+    RUNNERS[port] = runner
+    return f"http://127.0.0.1:{port}"
 
 
 async def handle(request):
-    """Answers one request. An error of ours, or of a format's converter, loses the rollout."""
-    session = SESSIONS.get(request.match_info["secret"])
+    """Answers a request from a socket."""
+    text = (await request.read()).decode(errors="replace")
+    status, answer = await respond(Asked(request.path, request.headers, text))
+    if isinstance(answer, dict):
+        return web.json_response(answer, status=status, headers=NO_RETRY)
+    response = web.StreamResponse(headers=STREAM)
+    await response.prepare(request)
+    async with contextlib.aclosing(answer):
+        async for text in answer:
+            await response.write(text.encode())
+    return response
+
+
+def http_client():
+    """An HTTP client for openai's, whose requests come here."""
+    return openai.DefaultAsyncHttpxClient(transport=InProcess(), trust_env=False, timeout=None)
+
+
+class InProcess:
+    """Transport of the HTTP client that agents in this process get. Their requests need no socket, which halves what a
+    request costs, and the client no certificates, which would take 29 ms of the event loop for each rollout."""
+
+    async def handle_async_request(self, request):
+        text = (await request.aread()).decode(errors="replace")
+        status, answer = await respond(Asked(request.url.path, request.headers, text))
+        if isinstance(answer, dict):
+            return HTTPX.Response(status, json=answer, headers=NO_RETRY)
+        async with contextlib.aclosing(answer):
+            parts = [text async for text in answer]
+        return HTTPX.Response(status, text="".join(parts), headers=STREAM)
+
+    async def aclose(self):
+        pass
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *error):
+        pass
+
+
+async def respond(asked):
+    """Returns a status and an object or, for a stream, a generator of text. An error of ours, or of a format's
+    converter, loses the rollout."""
+    secret, _, path = asked.path.strip("/").partition("/")
+    session = SESSIONS.get(secret)
     try:
         if not session:
             raise Refused(410, "rollout_over", "this rollout has ended, or never was")
-        return await answer(request, session)
+        return 200, await answer(asked, path, session)
     except Refused as e:
         error = e
     except Exception as e:
         session.lost = f"{type(e).__name__}: {e}"
         error = Refused(500, "server_error", session.lost)
-    return web.json_response(error_event(error), status=error.status, headers=NO_RETRY)
+    return error.status, error_event(error)
 
 
 def error_event(error):
     return {"type": "error", "error": error.object}  # Anthropic's clients look for the outer type
 
 
-async def answer(request, session):
-    route = request.match_info["route"].rstrip("/")
+async def answer(asked, path, session):
+    """The answer to one request of a rollout. path: [<agent>/]v1/<route>"""
+    before, _, route = f"/{path}".partition("/v1/")
+    agent = before.strip("/") or asked.headers.get("X-Agent", "")
+    is_trained = asked.headers.get("X-Trainable", "").lower() not in ("false", "0")
     if route == "models":
-        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]})
+        return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
+    form = await format_of(route)
     try:
-        body = json.loads(await request.text())
+        body = json.loads(asked.text)
     except (ValueError, RecursionError) as e:
         raise Refused(400, "invalid_request_error", f"the body is no JSON: {e}") from None
     if not isinstance(body, dict):
         raise Refused(400, "invalid_request_error", "the body is no JSON object")
-    form = await format_of(route)
-    agent = request.match_info.get("agent") or request.headers.get("X-Agent", "")
-    is_trained = request.headers.get("X-Trainable", "").lower() not in ("false", "0")
     task = asyncio.create_task(session.complete(checked(form.to_chat(body)), agent, is_trained))
     session.tasks.add(task)
+    task.add_done_callback(session.tasks.discard)
+    if not body.get("stream"):
+        return form.from_chat(await task, body)
     try:
-        if not body.get("stream"):
-            reply = await task
-            return web.json_response(form.from_chat(reply, body))
-        return await stream(request, task, form, body)
-    finally:
-        session.tasks.discard(task)
-        task.cancel()  # the client has gone; nothing happens to a task that is done
-
-
-async def stream(request, task, form, body):
-    """Sends a reply as server-sent events once it is complete; no client needs smaller pieces."""
-    await asyncio.wait([task], timeout=PAUSE)
+        await asyncio.wait([task], timeout=PAUSE)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
     if task.done():
         task.result()  # what fails at once is answered by its status, with which a stream begins
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    while not task.done():
-        await response.write(b": sampling\n\n")
-        await asyncio.wait([task], timeout=PAUSE)
+    return stream(task, form, body)
+
+
+async def stream(task, form, body):
+    """Server-sent events of a reply, once it is complete; no client needs smaller pieces."""
     try:
-        events = form.events(task.result(), body)
-    except Refused as e:
-        events = [error_event(e)]
-    for event in events:
-        name = f"event: {event['type']}\n" if "type" in event else ""
-        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
-    if form is Chat:
-        await response.write(b"data: [DONE]\n\n")
-    return response
+        while not task.done():
+            yield ": sampling\n\n"
+            await asyncio.wait([task], timeout=PAUSE)
+        try:
+            events = form.events(task.result(), body)
+        except Refused as e:
+            events = [error_event(e)]
+        for event in events:
+            name = f"event: {event['type']}\n" if "type" in event else ""
+            yield f"{name}data: {json.dumps(event)}\n\n"
+        if form is Chat:
+            yield "data: [DONE]\n\n"
+    finally:
+        task.cancel()  # the client has gone; nothing happens to a task that is done
 
 
 async def format_of(route):

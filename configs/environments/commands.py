@@ -1,0 +1,283 @@
+"""A command as an agent: a list of words, of which each rollout starts a process that asks the rollout's endpoint.
+
+    AgentEnv(["my-agent", "--ask", "{question}"], rows, allow_code=True)
+    AgentEnv(Command(["node", "/opt/agent/cli.js", "{prompt}"], sandbox=True, show=["/opt/agent"]), rows)
+
+Words may hold {base_url}, {prompt} (the text of the last message of a user) and {key}, text or a number of the row.
+What the command prints is state["result"]. If it fails the rollout is lost, unless `forgive` has its exit code.
+
+Its environment is the run's, without what looks like a secret, and with:
+    OPENAI_BASE_URL, OPENAI_API_BASE, ANTHROPIC_BASE_URL, and keys that mean nothing
+    TASK                the row as JSON without its answer; keep solutions out of its other columns
+    HOME, TMPDIR        its working directory, which is new and empty, and is removed afterwards
+
+A command runs what the model writes. Without a sandbox that can read and change whatever this user can, but all its
+processes end with the rollout: they live in a pid namespace. In the sandbox (sandbox.py; it is no defense against
+attacks on the kernel) there is no network, and a root with the system's programs alone. A relay leads to the endpoint.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from configs.environments import endpoint, sandbox
+from configs.environments.sandbox import NEW_ROOT, SAME_USER
+
+PLAIN = f"{SAME_USER} unshare --user --map-current-user --pid --fork --kill-child"
+LIMITS = "prlimit --core=0 --fsize=4294967296"  # also without a sandbox: endless output must not fill the disk
+# pid 1 is a shell, since a signal does not end a pid 1 that has no handler for it. The `exit` makes the shell wait.
+WAIT = '"$@"\nexit $?'
+ETC = ["/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf"]  # Node and others look themselves up
+MAX_OUTPUT = 1 << 16  # bytes of a file that are read
+PRIVATE = re.compile("key|token|secret|passw|credential|auth|^rolemodel_|^pythonpath$", re.IGNORECASE)
+REFUSAL = "a command runs what the model writes. Say that it may: allow_code = true (on this machine, as this user), "
+REFUSAL += "or sandbox = true (without a network, and with the system's programs alone)"
+
+# Brings up the loopback of a network namespace: SIOCSIFFLAGS, IFF_UP. Many containers have no program `ip`.
+LOOPBACK = 'import fcntl, socket, struct; fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sH22x", b"lo", 1))'
+
+# Runs a command, and meanwhile leads connections to a port of the loopback to the endpoint's socket.
+RELAY = """
+import contextlib, socket, subprocess, sys, threading
+
+def copy(source, target):
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
+def serve(server):
+    while True:
+        inside, _ = server.accept()
+        outside = socket.socket(socket.AF_UNIX)
+        outside.connect("/endpoint")
+        for pair in [(inside, outside), (outside, inside)]:
+            threading.Thread(target=copy, args=pair, daemon=True).start()
+
+server = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
+threading.Thread(target=serve, args=[server], daemon=True).start()
+code = subprocess.call(sys.argv[2:])
+sys.exit(code if code >= 0 else 128 - code)
+"""
+
+# Prints what is wrong inside, or nothing.
+TRIAL = """
+test -x "$1" || echo "$1 is not there: inside are the system's directories, and those in show"
+for path in / /usr; do touch $path/trial 2> /dev/null && echo "$path can be written"; done
+exit 0
+"""
+
+
+class CannotRun(Exception):
+    code = 2  # the exit code CONFIG
+
+
+class CommandFailed(Exception):
+    """The command has ended with an exit code other than 0."""
+
+    def __init__(self, text, exit_code):
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class Command:
+    """What AgentEnv calls for each rollout. The constructor raises CannotRun if this machine cannot do it.
+
+    words: the program and its arguments; a relative path in them would lead to the new working directory.
+    sandbox: no network, and no files but the system's, the directory or venv of the program, and `show`, read-only.
+    memory_gb: for each process in the sandbox; its /tmp has a quarter of it. processes: in a sandbox, with threads."""
+
+    def __init__(self, words, allow_code=False, sandbox=False, show=(), memory_gb=4.0, processes=256):
+        if not (allow_code or sandbox):
+            raise CannotRun(REFUSAL)
+        program, *self.arguments = map(str, words)
+        found = shutil.which(program)
+        if not found:
+            raise CannotRun(f"no such command: {program}")
+        self.program = os.path.abspath(found)
+        self.script = ""
+        words = ["true"]
+        if sandbox:
+            self.script = self.sandbox_script(show, int(memory_gb * 2**30), processes)
+            words = ["sh", "-c", TRIAL, "sh", self.program]
+        problem = self.try_out(words)
+        if problem:
+            what = "be contained here" if sandbox else "have a pid namespace, with which its processes would end"
+            raise CannotRun(f"{program} cannot {what} (many containers forbid namespaces): {problem}")
+
+    async def __call__(self, state, base_url):
+        words = [self.program, *filled(self.arguments, state, base_url)]
+        port = urlsplit(base_url).port
+        command = self.command(words, port)
+        # In the run's directory, where the next start removes it if this process is killed.
+        progress = os.environ.get("ROLEMODEL_PROGRESS")
+        parent = Path(progress).parent.absolute() if progress else None
+        folder = tempfile.TemporaryDirectory(prefix="agent_", dir=parent, ignore_cleanup_errors=True)
+        try:
+            if not self.script:
+                return await run(self.program, command, environment(state, base_url, folder.name), folder.name)
+            async with served(port, folder.name):
+                return await run(self.program, command, environment(state, base_url, "/tmp"), folder.name)
+        finally:
+            await asyncio.to_thread(folder.cleanup)  # it may be large
+
+    def command(self, words, port):
+        """All words."""
+        if not self.script:
+            return [*f"{PLAIN} {LIMITS}".split(), "sh", "-c", WAIT, "sh", *words]
+        user = sandbox.NOBODY if os.getuid() == 0 else SAME_USER  # root has no limit of processes
+        return [*f"{user} {sandbox.NAMESPACES}".split(), "sh", "-c", self.script, "sh", str(port), *words]
+
+    def sandbox_script(self, show, memory, processes):
+        """Shell lines that build the sandbox, and run in it what they are given: the endpoint's port and a command."""
+        shown = [*map(os.path.realpath, show), *folders_of(self.program)]
+        for path in shown:
+            if not os.path.isdir(path) or Path(path).is_relative_to(NEW_ROOT):
+                raise CannotRun(f"{path} cannot be shown in the sandbox: it is no directory, or in {NEW_ROOT}")
+        python, prefix = sandbox.find_python()
+        visible = [path for path in [*sandbox.SYSTEM, *ETC, prefix, *shown] if os.path.lexists(path)]
+        limits = f"{LIMITS} --data={memory} --nproc={processes}"  # not --as: Node reserves addresses that it never uses
+        relay = f"{python} -I -S -c {shlex.quote(RELAY)}"
+        lines = [
+            sandbox.setup_script(visible, hide=()),
+            f"mount -n -o remount,bind,rw {NEW_ROOT}",
+            f"mkdir {NEW_ROOT}/proc",
+            f"touch {NEW_ROOT}/endpoint",
+            f"ln -s /proc/self/fd {NEW_ROOT}/dev/fd",
+            f"mount -n -t proc proc {NEW_ROOT}/proc 2> /dev/null || true",  # many containers refuse it
+            # By a relative path, taken as it is: NEW_ROOT may lie over the absolute one.
+            f"mount -n -c --bind ./socket {NEW_ROOT}/endpoint",
+            f"mount -n -t tmpfs -o size={memory // 4},nr_inodes=100000,mode=700 tmpfs {NEW_ROOT}/tmp",
+            f"mount -n -o remount,bind,ro {NEW_ROOT}",
+            f"{python} -I -S -c {shlex.quote(LOOPBACK)}",
+            f'unshare --root={NEW_ROOT} --wd=/tmp {sandbox.NO_CAPABILITIES} {limits} {relay} "$@"',
+            "exit $?",
+        ]
+        return "\n".join(lines)
+
+    def try_out(self, words):
+        """Runs these words. Returns what is wrong, or ""."""
+        missing = [tool for tool in sandbox.TOOLS if not shutil.which(tool)]
+        if missing:
+            return f"no {', '.join(missing)}"
+        with tempfile.TemporaryDirectory() as place:
+            os.chmod(place, 0o755)
+            Path(place, "socket").touch()
+            options = {"cwd": place, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+            done = subprocess.run(self.command(words, 8000), timeout=sandbox.START_TIMEOUT, **options)
+        problem = (done.stdout + done.stderr).strip().replace("\n", "; ")
+        if done.returncode and not problem:
+            problem = f"exit code {done.returncode}"
+        return problem
+
+
+@contextlib.asynccontextmanager
+async def served(port, folder):
+    """Meanwhile the endpoint is served on a Unix socket in the folder, for the sandbox's user. The way by a descriptor
+    is short enough for a socket's address, which has 107 bytes at most."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    site = web.UnixSite(endpoint.RUNNERS[port], f"/proc/self/fd/{descriptor}/socket")
+    try:
+        await site.start()
+        for path in (folder, f"{folder}/socket"):
+            os.chmod(path, 0o777)
+        yield
+    finally:
+        await site.stop()
+        os.close(descriptor)
+
+
+async def run(name, command, env, folder):
+    """Runs a command to its end, also if it is cancelled. Returns what it printed, or raises CommandFailed."""
+    options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
+    # Files, not pipes, whose reader a flood would keep busy.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=err, **options)
+        try:
+            code = await process.wait()
+        finally:
+            await end(process)
+        if code:
+            errors = "\n".join(tail(err).splitlines()[-10:])
+            raise CommandFailed(f"{name} ended with exit code {code}: {errors}", code)
+        return tail(out)
+
+
+def folders_of(program):
+    """The directories that a program needs beside the system's: its own, or its venv. Of a link also the target's."""
+    folders = []
+    for path in (program, os.path.realpath(program)):
+        folder = Path(path).parent
+        if (folder.parent / "pyvenv.cfg").exists():
+            folder = folder.parent
+        if not sandbox.is_inside(folder, sandbox.SYSTEM):
+            folders.append(str(folder))
+    return folders
+
+
+def row_of(state):
+    """The row without its answer."""
+    row = state["task"]
+    if not isinstance(row, dict):
+        return {"task": row}
+    return {key: value for key, value in row.items() if key != "answer"}
+
+
+def filled(words, state, base_url):
+    """The words with what their placeholders stand for. Other braces are left as they are."""
+    values = {key: value for key, value in row_of(state).items() if isinstance(value, str | int | float)}
+    prompt = state["prompt"]
+    if not isinstance(prompt, str):
+        texts = [endpoint.text_of(message["content"]) for message in prompt if message["role"] == "user"]
+        prompt = texts[-1] if texts else ""
+    values |= {"base_url": base_url, "prompt": prompt}
+
+    def value_of(match):
+        return str(values.get(match[1], match[0]))
+
+    return [re.sub(r"\{([^{}]+)\}", value_of, word) for word in words]
+
+
+def environment(state, base_url, home):
+    env = {key: value for key, value in os.environ.items() if not PRIVATE.search(key)}
+    env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": "none"}
+    env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
+    env |= dict.fromkeys(["NO_PROXY", "no_proxy"], "127.0.0.1,localhost")  # else a proxy is asked for the endpoint
+    return env | {"HOME": home, "TMPDIR": home, "TASK": json.dumps(row_of(state), default=str)}
+
+
+async def end(process):
+    """Kills what is left of a process, and waits until all of it is gone.
+
+    Its child goes first: it is pid 1 of the namespace, which is dead once all its processes are, and only then does
+    `unshare` end. A process that has just begun has no child yet."""
+    file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    for _ in range(20):
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(OSError):  # it has gone in the meantime
+            for child in file.read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 0.05)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def tail(file):
+    """The end of what was written to a file, as text."""
+    start = max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT)
+    return os.pread(file.fileno(), MAX_OUTPUT, start).decode(errors="replace")
