@@ -23,8 +23,8 @@ def letters(completion):
     return sum(map(ord, completion[-1]["content"] or "")) % 7
 
 
-def load_environment(program, agent, num_rows=100):
-    env = wiki_search.load_environment(num_eval=200 - num_rows)
+def load_environment(program, agent, num_rows=100, max_turns=4):
+    env = wiki_search.load_environment(num_eval=200 - num_rows, max_turns=max_turns)
     file = tempfile.NamedTemporaryFile("w", suffix=".json", delete=False)
     with file:
         json.dump(PAGES, file)
