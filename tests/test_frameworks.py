@@ -1,6 +1,7 @@
 """Agents as people write them, on the real vLLM through launch.sh: the stock openai client, and four frameworks and a
 shell script as commands. Long: a venv with all of them is made first."""
 
+import json
 import subprocess
 import sys
 
@@ -30,6 +31,9 @@ def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "wiki"
     maker = [sys.executable, "configs/models/toy.py", "configs/wiki_search.toml", f"model={path}"]
     subprocess.run(maker, cwd=ROOT, check=True, capture_output=True)
+    config = json.loads((path / "config.json").read_text())
+    config["max_position_embeddings"] = 8192  # frameworks have long prompts
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 
