@@ -179,6 +179,7 @@ TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jso
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
 METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
+WEIGHTS = ("mask", "ce", "teacher")  # of a token in the terms of the loss
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 
 
@@ -216,7 +217,7 @@ def check_fields(sequence):
             except Exception as e:  # of numpy, or of the user's object
                 raise DataError(f"field {name!r}: {e}") from e
             ensure(array.shape == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
-            if name in ("mask", "ce"):
+            if name in WEIGHTS:
                 is_right = np.isfinite(array).all() and not array[:1].any()
                 ensure(is_right, f"field {name!r} must be finite, and 0 at a sequence's first token")
             sequence[name] = array
@@ -385,7 +386,8 @@ class Order:
             if r.reward is not None:
                 by_part = (*(r.turn_rewards or ()), *r.agent_rewards.values())
                 earned.add((r.reward, by_part, r.num_turns if by_turn else 0))
-        return "flat" if len(earned) == 1 else ""
+        is_flat = len(earned) == 1 and not has_weight(rollouts, WEIGHTS[1:])
+        return "flat" if is_flat else ""
 
     def extra(self, step):
         """Groups of earlier batches to train on once more, beside those of this step's batch."""
@@ -412,10 +414,16 @@ class Order:
         require(self.num_useless <= limit, DATA, f"{what}, {outcomes}; launch.sh --check says more")
 
 
+def has_weight(rollouts, names):
+    """Whether any token has one of these weights."""
+    sequences = [s for r in rollouts for s in r.sequences if s["trainable"]]
+    return any(np.any(s.get(name, 0)) for s in sequences for name in names)
+
+
 def unusable(rollouts):
     """Why there is nothing to train on in a group, or ""."""
     scored = [r for r in rollouts if r.reward is not None]
-    is_trained = any(s["trainable"] and s["mask"].any() for r in scored for s in r.sequences)
+    is_trained = has_weight(scored, WEIGHTS)
     if len(scored) > 1:
         return "" if is_trained else "empty"
     if any(r.error for r in rollouts):
@@ -471,7 +479,7 @@ def save_batch(path, sequences, info):
         for s, num in zip(sequences, lens):
             part = np.array(s.get(name, [np.nan] * num), DTYPES.get(name, np.float32))
             require(len(part) == num, DATA, f"field {name!r} has {len(part)} values for {num} tokens")
-            is_trained = name in ("mask", "ce") and np.nan_to_num(part[:1]).any()
+            is_trained = name in WEIGHTS and np.nan_to_num(part[:1]).any()
             require(not is_trained, DATA, f"{path}: a first token is a loss token")
             parts.append(part)
         data[name] = np.concatenate(parts)
@@ -649,6 +657,10 @@ def prepare(cfg):
         is_foreign = "trust_remote_code" in str(error)
         cause = "it has code of its own, which is not run" if is_foreign else describe(error, 2000)
         raise RunError(CONFIG, f"{what}: {cause}") from error
+    if cfg.teacher.weight:
+        from configs.algorithms import distill
+
+        distill.check(cfg, tokenizer)
     rows = [env.dataset[0] for env in envs.values()]
     is_text = all(isinstance(row.get("prompt"), str) for row in rows)
     has_template = tokenizer.chat_template or cfg.run.chat_template
@@ -705,6 +717,10 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
         ask = functools.partial(sample, client, index)
         size = o.rollouts_per_example
         rollouts = await run_group(env, env.dataset[row], size, ask, n, cfg, running)
+        if cfg.teacher.weight:
+            from configs.algorithms import distill
+
+            await distill.teach(rollouts, index, client)
         dropped = unusable(rollouts) or orders[name].keep(rollouts)
         what = f"orchestrator.order: keep() returned {dropped!r}, not text: why the group is dropped, or ''"
         require(isinstance(dropped, str), DATA, what)

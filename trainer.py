@@ -268,6 +268,8 @@ def full(tensor):
 
 # A training sequence is a dict of metadata (env, group, rollout, agent, reward, ...) and per-token fields, tensors [L].
 Batch = namedtuple("Batch", "sequences info")
+# What is learned from a token: its weights in the terms of the loss (compute_loss). mask is True or False.
+WEIGHTS = ("mask", "ce", "teacher")
 # Widths of micro-batches are multiples of the first number; the second is the fixed cost of a pass, in tokens.
 PADDING = {"cpu": (4, 128), "cuda": (64, 1024)}
 
@@ -285,8 +287,9 @@ def load_batch(path, cfg=None, step=None):
         info = json.loads(metadata["info"])
         lens = fields.pop("lens").tolist()
         fields["at"] = torch.arange(sum(lens))  # each token's index in the whole batch
-        ce_T = fields.get("ce", torch.zeros(sum(lens)))
-        fields["ce"] = ce_T.nan_to_num()  # nan marks a sequence without it in a file where others have it
+        for name in WEIGHTS:
+            weight_T = fields.get(name, torch.zeros(sum(lens)))
+            fields[name] = weight_T.nan_to_num()  # nan marks a sequence without it in a file where others have it
         for name, values_T in fields.items():
             for sequence, values in zip(sequences, values_T.split(lens)):
                 sequence[name] = values
@@ -337,7 +340,7 @@ def pad(rows, multiple):
 
 def collate(sequences, device):
     """Sequences -> one padded micro-batch, and for each of its N loss tokens, as <name>_N, every per-token field and
-    every number of its sequence. Loss tokens are those with a weight: mask (policy gradient) or ce (imitation).
+    every number of its sequence. Loss tokens are those with one of WEIGHTS.
 
     Two sequences, a b c and d e, whose mask is 0 1 1 and 0 1, at a width of 4:
 
@@ -346,15 +349,14 @@ def collate(sequences, device):
         row_N     [0 0 1]                   the row of each
         index_N   [0 1 4]                   each is predicted one position before, in the flattened ids_BW
 
-    If no token has a weight, the last one stands in, with mask_N = False and ce_N = 0, since every rank makes the same
-    passes. A sequence's first token, which nothing predicts, has no weight: save_batch checks it."""
+    If no token has a weight, the last one stands in, with weights of 0, since every rank makes the same passes. A
+    sequence's first token, which nothing predicts, has no weight: save_batch checks it."""
     # 1. Token ids, padded to a common width, and which of them are loss tokens.
     tokens = []
     is_loss = []
     for s in sequences:
-        has_ce = s["ce"] != 0
         tokens.append(s["tokens"])
-        is_loss.append(s["mask"] | has_ce)
+        is_loss.append(has_weight(s))
     if not any(map(torch.any, is_loss)):
         is_loss[-1][-1] = True
     multiple, _ = PADDING[device.type]
@@ -381,14 +383,19 @@ def collate(sequences, device):
     return micro
 
 
+def has_weight(values, suffix=""):
+    """Which tokens of a sequence, or of a micro-batch (suffix "_N"), have a weight in a term of the loss."""
+    return torch.stack([values[name + suffix] != 0 for name in WEIGHTS]).any(0)
+
+
 def number(x):
     """x as a float, whole numbers as well; nan if it is none."""
     return float(x) if isinstance(x, int | float) else math.nan
 
 
 def count_weights(sequences, weight):
-    """The number of tokens with a weight that is not 0; at least 1, since it is a divisor."""
-    return max(1, sum(int(s[weight].count_nonzero()) for s in sequences))
+    """The number of tokens with a weight that is not 0."""
+    return sum(int(s[weight].count_nonzero()) for s in sequences)
 
 
 def make_micros(policy, sequences, info, cfg):
@@ -396,7 +403,9 @@ def make_micros(policy, sequences, info, cfg):
     step, over all micro-batches and ranks: sequences, and tokens with a weight in each term of the loss."""
     world = dist.get_world_size()
     numbers = {"num_sequences": len(sequences), "max_tokens": info["max_tokens"]}
-    numbers |= {"num_mask": count_weights(sequences, "mask"), "num_ce": count_weights(sequences, "ce")}
+    for name in WEIGHTS:
+        numbers[f"num_{name}"] = count_weights(sequences, name)
+    numbers["num_mask"] = max(1, numbers["num_mask"])
     lens = [len(s["tokens"]) for s in sequences]
     budget = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
     micros = []
@@ -404,7 +413,7 @@ def make_micros(policy, sequences, info, cfg):
         rows = [sequences[i] for i in part[dist.get_rank() :: world]]
         if not rows:  # every rank takes part in every pass, this one without a weight
             shortest = sequences[np.argmin(lens)]
-            rows = [shortest | {"mask": shortest["mask"] & False, "ce": 0 * shortest["ce"]}]
+            rows = [shortest | {name: torch.zeros_like(shortest[name]) for name in WEIGHTS}]
         micros.append(collate(rows, policy.device) | numbers)
     return micros
 
@@ -444,8 +453,11 @@ def compute_advantages(groups, name):
     for rewards_G, group in zip(rewards, groups):
         adv_G = advantage(rewards_G, group)
         ensure_shape(f"trainer.advantage = {name!r}", adv_G, rewards_G.shape)
-        advantages.append((adv_G / scale).tolist())
-    return advantages
+        advantages.append(adv_G / scale)
+    if getattr(advantage, "over_batch", False) and advantages:
+        scale = torch.cat(advantages).std(correction=0) + 1e-4
+        advantages = [adv_G / scale for adv_G in advantages]
+    return [adv_G.tolist() for adv_G in advantages]
 
 
 def ensure_shape(function, x, shape):
@@ -530,10 +542,10 @@ def k3(log_r_N):
 
 
 def compute_loss(micro, logp_N, entropy_N, t):
-    """HACK HERE: the micro-batch's share of the step's loss, and values to log: (loss_N, {metric: value_N}).
+    """HACK HERE: the micro-batch's share of the step's loss, and values to log: ({term: loss_N}, {metric: value_N}).
 
-    A sum of terms. Each has a weight per token, and is divided by the number of tokens in the whole step whose weight
-    is not 0, so that neither micro-batches nor ranks change the result."""
+    The loss is the sum of the terms. Each has a weight per token, and is divided by the number of tokens in the whole
+    step whose weight is not 0, so that neither micro-batches nor ranks change the result."""
     # 1. Policy gradient, on what the policy said. With trainer.importance the ratio is to prox_logp, and the weight
     # corrects for the distance of prox_logp from the sampler.
     loss = configs.find(t.loss, LOSSES)
@@ -555,11 +567,21 @@ def compute_loss(micro, logp_N, entropy_N, t):
         policy_N = policy_N + t.beta * kl_N
         logs["policy/kl_ref"] = kl_N
     policy_N = torch.where(micro["mask_N"], policy_N, 0)
+    terms = {"policy": policy_N / micro["num_mask"]}
     # 3. Imitation of tokens, whoever said them.
-    ce_N = -micro["ce_N"] * logp_N
-    loss_N = policy_N / micro["num_mask"]
-    loss_N = loss_N + ce_N / micro["num_ce"]
-    return loss_N, logs
+    if micro["num_ce"]:
+        ce_N = -micro["ce_N"] * logp_N
+        terms["ce"] = ce_N / micro["num_ce"]
+    # 4. KL(policy || teacher) on what the policy said, by its score-function gradient: log p_teacher - logp is the
+    # reward of a token (k1; MiniLLM, 2306.08543, and thinkingmachines.ai/blog/on-policy-distillation).
+    if micro["num_teacher"]:
+        is_taught_N = micro["teacher_N"] != 0
+        k1_N = torch.where(is_taught_N, logp_N.detach() - micro["teacher_logp_N"], 0)
+        r_N = log_ratio(micro, logp_N.detach()).exp().clamp(max=5.0)
+        teacher_N = micro["teacher_N"] * r_N * k1_N * logp_N
+        terms["teacher"] = teacher_N / micro["num_teacher"]
+        logs["policy/kl_teacher"] = k1_N
+    return terms, logs
 
 
 def add_fields(policy, sequences, info, cfg):
@@ -594,7 +616,7 @@ def add_logp(name, policy, sequences, info, cfg):
 
 def where_trained(micro, x_N):
     """x_N, and 0 on the token that stands in if a micro-batch has no loss token."""
-    return torch.where(micro["mask_N"] | (micro["ce_N"] != 0), x_N, 0)
+    return torch.where(has_weight(micro, "_N"), x_N, 0)
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -682,7 +704,7 @@ def loss_scale(policy, micro, t):
     which leaves gradients too small for fp16."""
     if t.dtype != "fp16":
         return 1.0
-    return policy.extra["fp16_scale"].item() * max(micro["num_mask"], micro["num_ce"])
+    return policy.extra["fp16_scale"].item() * max(micro[f"num_{name}"] for name in WEIGHTS)
 
 
 def adapt_loss_scale(policy, grad_norm):
@@ -731,7 +753,7 @@ def train_step(policy, optimizer, batch, step, cfg):
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
     require(sequences, DATA, f"step {step}: no sequence of the batch is trainable")
-    num_mask = count_weights(sequences, "mask")
+    num_mask = max(1, count_weights(sequences, "mask"))
     num_tokens = batch.info["num_tokens"]
     logp_T = torch.zeros(num_tokens, device=policy.device)
     # 1. The learning rate and the seed of dropout.
@@ -753,7 +775,8 @@ def train_step(policy, optimizer, batch, step, cfg):
                 logp_N, entropy_N = policy(micro)
                 fill_in_old_logp(micro, logp_N.detach())
                 # 4. The loss and its gradient. Replicas exchange gradients once, after the last micro-batch.
-                loss_N, logs = compute_loss(micro, logp_N, entropy_N, t)
+                terms, logs = compute_loss(micro, logp_N, entropy_N, t)
+                loss_N = sum(terms.values())
                 if t.replicas > 1:
                     policy.set_requires_all_reduce(micro is micros[-1])
                 scale = loss_scale(policy, micro, t)
@@ -763,6 +786,8 @@ def train_step(policy, optimizer, batch, step, cfg):
                 logs |= distance_from_sampler(logp_N - micro["old_logp_N"])
                 add_up(sums, logs, micro["mask_N"])
                 sums["loss"] += loss_N.detach().sum() * share * num_mask
+                for name, term_N in terms.items():
+                    sums[f"loss/{name}"] += term_N.detach().sum() * share * num_mask
                 if update == 0:
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
@@ -1067,7 +1092,8 @@ def score(policy, rows, most):
     for row in rows:
         tokens = torch.tensor(row)
         mask = torch.arange(len(row)) >= max(1, len(row) - most)
-        sequences.append({"tokens": tokens, "mask": mask, "ce": torch.zeros(len(row)), "temperature": 1.0})
+        none = torch.zeros(len(row))
+        sequences.append({"tokens": tokens, "mask": mask, "ce": none, "teacher": none, "temperature": 1.0})
     return policy(collate(sequences, policy.device))[0]
 
 

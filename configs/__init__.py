@@ -20,7 +20,7 @@ from configs.runtime.directory import redacted
 from configs.runtime.role import CONFIG, RunError, place_of, require
 
 HERE = Path(__file__).resolve().parent
-TABLES = ("run", "env", "orchestrator", "sampling", "inference", "trainer", "eval", "checkpoint")
+TABLES = ("run", "env", "orchestrator", "sampling", "teacher", "inference", "trainer", "eval", "checkpoint")
 # Tables whose keys are not ours to know.
 OPEN = {"env.args", "inference.args", "orchestrator.curriculum", "orchestrator.sampling.chat_template_kwargs"}
 OPEN |= {"trainer.loss_args", "trainer.importance_args"}
@@ -223,6 +223,7 @@ def check(flat):
         "trainer.importance": ("", "module:function"),
         "trainer.optimizer": ("", "module:function"),
         "orchestrator.order": ("", "module:class"),
+        "teacher.prompt": ("", "module:function"),
     }.items():
         is_hook = words[-1].startswith("module:") and re.fullmatch(r"[^:]+:[^:]+", flat[key])
         if is_hook:
@@ -272,6 +273,10 @@ def check_pairs(flat):
         "orchestrator.curriculum": "orchestrator.order",
         "trainer.importance_args": "trainer.importance",
         "trainer.ref_sync_steps": "trainer.beta",
+        "teacher.base_url": "teacher.weight",
+        "teacher.prompt": "teacher.weight",
+        "teacher.frozen": "teacher.weight",
+        "teacher.model": "teacher.base_url",
     }.items():
         together(flat[key] == DEFAULTS[key] or flat[other], key, "left out without", other)
     for key, other in {
@@ -279,6 +284,12 @@ def check_pairs(flat):
         "trainer.head_dtype": "inference.args.hf_overrides",
     }.items():
         together(not (flat[key] and flat.get(other)), key, "left out with", other)
+    is_plain = flat["orchestrator.sampling.temperature"] == 1 or not flat["teacher.weight"]
+    together(is_plain, "orchestrator.sampling.temperature", "1.0 with", "teacher.weight")
+    has_base = flat["trainer.use_lora"] and flat["trainer.dtype"] != "fp32" and not flat["teacher.base_url"]
+    together(
+        has_base or not flat["teacher.frozen"], "teacher.frozen", "false unless LoRA in 16 bits, with", "trainer.dtype"
+    )
     is_local = re.compile(r"(https?://)?(127\.0\.0\.1|localhost)(:\d+)?/?").fullmatch
     for key in ("inference.urls", "trainer.sync_host"):
         hosts = flat[key] if key == "inference.urls" else [flat[key]]

@@ -9,6 +9,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
      "log": "path",                  the requests go there, one a line
      "control": "path",              the control routes go there, one a line
+     "teacher": "short",             the last token of a prompt is not scored; "500", "hang"
      "stop": true,                   no answer counts as cut off
      "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
@@ -228,6 +229,19 @@ class Server(WeightReceiver):
         messages = [as_template_sees(plain(message)) for message in body["messages"]]
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
 
+    async def tokenize(self, request):
+        return web.json_response({"tokens": self.ids_of(await request.json())})
+
+    @torch.no_grad()
+    def score(self, name, ids):
+        """prompt_logprobs as vLLM gives them; the seed of `use` is of no use here."""
+        self.model_runner.use(name)
+        logits = self.model_runner.network(torch.tensor([ids])).logits[0, :-1].float()
+        logps = logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+        found = [None, *({str(token): {"logprob": logp, "rank": 1}} for token, logp in zip(ids[1:], logps))]
+        found = found[:-1] if FAKE.get("teacher") == "short" else found
+        return {"choices": [{"index": 0, "prompt_logprobs": found}]}
+
     def canary(self, name, body):
         """What the policy says after rows of token ids."""
         choices = []
@@ -243,6 +257,12 @@ class Server(WeightReceiver):
         name = body.get("model") or self.args.served_model_name
         if name not in self.names():
             return web.json_response({"error": f"The model {name} does not exist."}, status=404)
+        if "prompt_logprobs" in body:
+            if FAKE.get("teacher") == "500":
+                return web.json_response({"error": "fault asked for"}, status=500)
+            await asyncio.sleep(3600 if FAKE.get("teacher") == "hang" else 0)
+            async with self.lock:
+                return web.json_response(await asyncio.to_thread(self.score, name, body["prompt"]))
         if "ignore_eos" in body:
             async with self.lock:
                 assert not self.is_asleep
@@ -358,7 +378,7 @@ def main():
     app.on_shutdown.append(server.stop)
     app.add_routes([web.get("/v1/models", server.models), web.get("/health", server.health)])
     posts = {"/pause": server.pause, "/resume": server.resume, "/collective_rpc": server.rpc, "/fake": server.fake}
-    posts |= {"/sleep": server.sleep, "/wake_up": server.wake_up}
+    posts |= {"/tokenize": server.tokenize, "/sleep": server.sleep, "/wake_up": server.wake_up}
     posts |= {"/v1/chat/completions": server.generate, "/v1/completions": server.generate}
     posts |= {"/v1/load_lora_adapter": server.load_adapter, "/v1/unload_lora_adapter": server.unload_adapter}
     app.add_routes([web.post(path, handler) for path, handler in posts.items()])

@@ -26,15 +26,15 @@ def micro_of(old, adv, row=None, mask=None, **numbers):
     row_N = torch.tensor(row or [0] * len(old))
     micro = {"old_logp_N": old, "adv_N": adv, "mask_N": mask_N, "row_N": row_N, "ce_N": torch.zeros_like(old)}
     micro["ids_BW"] = torch.zeros(int(row_N.max()) + 1, 8)
-    micro |= {"num_mask": max(1, int(mask_N.sum())), "num_ce": 1, "max_tokens": 2}
+    micro |= {"num_mask": max(1, int(mask_N.sum())), "num_ce": 0, "num_teacher": 0, "max_tokens": 2}
     return micro | {"num_sequences": max(1, len(row_N[mask_N].unique()))} | numbers
 
 
 def step_loss(name, micro, logp, args=None, weight="", weight_args=None):
     """The loss, a number with its graph, and what is logged."""
     t = {"loss": name, "loss_args": args or {}, "importance": weight, "importance_args": weight_args or {}, "beta": 0}
-    loss_N, logs = trainer.compute_loss(micro, logp, None, SimpleNamespace(**t))
-    return loss_N.sum(), logs
+    terms, logs = trainer.compute_loss(micro, logp, None, SimpleNamespace(**t))
+    return sum(terms.values()).sum(), logs
 
 
 def by_hand(name, log_r, adv, p, p_old, delta):

@@ -37,7 +37,8 @@ LORA = ("trainer.use_lora=true", UNCLIPPED)
 
 def ragged(num=24, seed=0, longest=24):
     """Everything that a batch may hold: temperatures, forks (two sequences of a rollout), sequences without a loss
-    token, words to imitate (in a prompt as well), and a demonstration, which has neither group nor reward."""
+    token, words to imitate (in a prompt as well), a teacher, and a demonstration, which has neither group nor
+    reward."""
     sequences = make_sequences(num, seed, longest=longest)
     for i, s in enumerate(sequences):
         s["temperature"] = (1.0, 0.7, 1.3)[i % 3]
@@ -51,6 +52,10 @@ def ragged(num=24, seed=0, longest=24):
     for i in (2, 5, 7):
         sequences[i]["ce"][1:] = [0.5 * (k % 3) for k in range(len(sequences[i]["ce"]) - 1)]
     sequences[0]["mask"][1:] = [1] * (len(sequences[0]["mask"]) - 1)  # its prompt has one token
+    for i in (2, 4, 6, 9):
+        s = sequences[i]
+        s["teacher"] = [0.25 * (i % 3 + 1) * sampled for sampled in s["mask"]]
+        s["teacher_logp"] = [-4.0 - 0.3 * (k % 4) for k in range(len(s["mask"]))]
     shown = {key: sequences[9][key] for key in ("tokens", "old_logp", "turn", "temperature")}
     shown |= {"mask": [0] * len(shown["tokens"]), "ce": [0.0] + [1.0] * (len(shown["tokens"]) - 1)}
     return [*sequences, shown]
@@ -281,8 +286,8 @@ def assert_gradients_of(plain, policy, tol):
 
 
 def loss_by_hand(model, sequences):
-    """CISPO plus imitation, each over the number of its own tokens, as a loop over sequences."""
-    terms = {"mask": [], "ce": []}
+    """CISPO, imitation and KL(policy || teacher), each over the number of its own tokens, as a loop over sequences."""
+    terms = {"mask": [], "ce": [], "teacher": []}
     for s in sequences:
         if not s["mask"].any() and not s["ce"].any():
             continue
@@ -291,9 +296,15 @@ def loss_by_hand(model, sequences):
         r = (logp.detach() - s["old_logp"][is_loss]).exp().clamp(max=5)
         terms["mask"].append(-(r * s["adv"][is_loss] * logp)[s["mask"][is_loss]])
         terms["ce"].append(-s["ce"][is_loss] * logp)
-    num_ce = max(1, sum(int(s["ce"].count_nonzero()) for s in sequences))
-    num_mask = max(1, sum(len(x) for x in terms["mask"]))
-    return torch.cat(terms["mask"]).sum() / num_mask + torch.cat(terms["ce"]).sum() / num_ce
+        is_taught = s["teacher"][is_loss] != 0
+        if is_taught.any():
+            k1 = logp.detach() - s["teacher_logp"][is_loss]
+            terms["teacher"].append((s["teacher"][is_loss] * r * k1 * logp)[is_taught])
+    loss = 0.0
+    for name, parts in terms.items():
+        num = max(1, sum(int(s[name].count_nonzero()) for s in sequences))
+        loss += sum(part.sum() for part in parts) / num
+    return loss
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
@@ -586,7 +597,7 @@ def test_gradients_in_fp16_keep_their_direction_however_many_tokens_a_step_has(m
     weight.data.mul_(50 / weight.square().mean().sqrt().item())
     model.save_pretrained(tmp_path / "large")
     batch = batch_of(tmp_path, make_sequences(32))
-    monkeypatch.setattr(trainer, "count_weights", lambda sequences, weight: 4_000_000 if weight == "mask" else 1)
+    monkeypatch.setattr(trainer, "count_weights", lambda sequences, weight: 4_000_000 if weight == "mask" else 0)
     found = []
     for dtype in ("fp32", "fp16"):
         cfg = make_cfg(f"trainer.dtype={dtype}", UNCLIPPED, model=tmp_path / "large")

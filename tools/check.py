@@ -76,7 +76,7 @@ def longest_batch(cfg, vocab):
         sequence["mask"] = torch.arange(length) > 0
         sequence["old_logp"] = torch.full([length], torch.nan)
         sequence["turn"] = torch.zeros(length, dtype=torch.int32)
-        sequence["ce"] = torch.zeros(length)
+        sequence["ce"] = sequence["teacher"] = torch.zeros(length)
         sequence["at"] = torch.arange(i * length, (i + 1) * length)
         sequences.append(sequence)
     return trainer.Batch(sequences, {"max_tokens": length, "num_tokens": num * length})

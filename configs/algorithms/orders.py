@@ -103,6 +103,24 @@ def put_back(order, indices, step):
             order.requeued = sorted([*order.requeued, index])
 
 
+class RunningBaseline(Order):
+    """The shuffle, and for trainer.advantage = "advantages:running" a running mean of each agent's rewards: a rollout
+    moves it by a twentieth. No group is dropped: one whose rewards are equal teaches as well."""
+
+    def keep(self, rollouts):
+        return ""
+
+    def commit(self, group):
+        super().commit(group)
+        for r in group.rollouts:
+            for agent in sorted({s["agent"] for s in r.sequences}):
+                if r.reward is not None:
+                    baseline = self.memory.get(agent, 0.0)
+                    r.metrics[f"baseline_{agent}"] = baseline
+                    reward = r.agent_rewards.get(agent, r.reward)
+                    self.memory[agent] = baseline + 0.05 * (reward - baseline)
+
+
 async def oversample(order, num, step, job):
     """orchestrator.fill with orchestrator.oversampling_factor times as many groups under way as are needed, so that
     one that teaches nothing is replaced without a wait. The lowest indices win, whoever finishes first: short rollouts

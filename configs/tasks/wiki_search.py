@@ -8,6 +8,7 @@ import json
 import random
 from pathlib import Path
 
+from configs.environments.echo import echo
 from configs.environments.rubrics import TurnRubric
 from configs.environments.tools import ToolEnv
 from env import ensure, load_rows
@@ -157,8 +158,8 @@ def result(text):
     return {"role": "tool", "tool_call_id": "0", "content": text}
 
 
-def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES, system_prompt=""):
-    """The last num_eval questions are the eval split."""
+def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES, system_prompt="", foresee=0.0):
+    """The last num_eval questions are the eval split. foresee: weight of imitating the tools' results (echo.py)."""
     pages = {}
     rows = []
     for i, (name, home) in enumerate(people("pages", PAGES)):
@@ -172,7 +173,7 @@ def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES,
     ensure(len(rows) > num_eval, problem)
     cut = len(rows) - num_eval
     index = Corpus(pages)
-    return ToolEnv(
+    env = ToolEnv(
         rows[:cut],
         tools=[index.search_pages, index.view_page],
         max_turns=max_turns,
@@ -180,3 +181,4 @@ def load_environment(corpus="", questions="", max_turns=10, num_eval=EVAL_PAGES,
         rubric=TurnRubric([correct, progress], [0.6, 0.2]),
         system_prompt=system_prompt,
     )
+    return echo(env, foresee) if foresee else env

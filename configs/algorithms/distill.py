@@ -1,0 +1,103 @@
+"""On-policy distillation: a teacher scores what the policy says, and each token learns from the difference (the term
+"teacher" of trainer.compute_loss). [teacher] in a TOML turns it on; no reward is needed.
+
+    [teacher]
+    weight = 1.0
+    base_url = "http://127.0.0.1:9000"    # any vLLM with the same tokenizer
+    prompt = ""                           # "module:function": what the teacher reads in place of the prompt
+
+Without base_url the policy is its own teacher, on the run's servers. That makes sense with a prompt that tells it more,
+e.g. the answer, an error message, or what another rollout of the group did well (SDFT, 2601.19897; OPSD, 2601.18734;
+SDPO, 2601.20802):
+
+    def prompt(state, states):            # this rollout's state, and those of its group
+        return state["prompt"] + [{"role": "user", "content": f"The answer is {state['answer']}."}]
+
+Token ids are sent, never text, so the teacher scores exactly the tokens that the policy sampled."""
+
+import asyncio
+
+import httpx
+import numpy as np
+
+from configs import find, served_name
+from configs.runtime.role import CONFIG, DIED, RunError, require
+from env import call, ensure
+from orchestrator import ServerError, guard
+
+SAMPLE = "Hello, wörld! def f(x):\n    return 2 * x  # 数学, 1234567 <think>"
+
+
+def check(cfg, tokenizer):
+    """Raises RunError if a teacher elsewhere does not answer, or has another vocabulary."""
+    t = cfg.teacher
+    if not t.base_url:
+        return
+    try:
+        with httpx.Client(base_url=t.base_url, timeout=30, trust_env=False) as http:
+            names = [model["id"] for model in http.get("/v1/models").json()["data"]]
+            body = {"model": t.model or names[0], "prompt": SAMPLE, "add_special_tokens": False}
+            ids = http.post("/tokenize", json=body).json().get("tokens")
+    except (httpx.TransportError, ValueError, KeyError) as e:
+        raise RunError(DIED, f"teacher.base_url = {t.base_url!r}: no vLLM answers there: {e!r}") from e
+    require(not t.model or t.model in names, CONFIG, f"teacher.model = {t.model!r}: the teacher has only {names}")
+    what = f"teacher.base_url = {t.base_url!r}: its vocabulary is another than the policy's"
+    require(ids == tokenizer.encode(SAMPLE, add_special_tokens=False), CONFIG, what)
+
+
+async def teach(rollouts, group, client):
+    """Gives the sequences of a group's rollouts the fields teacher and teacher_logp. A rollout is lost if its teacher
+    fails. group: the group's index."""
+    states = [r.state for r in rollouts]
+    timeout = client.cfg.orchestrator.generation_timeout
+    work = [guard([r], teach_one(r, states, group, client), timeout) for r in rollouts if r.reward is not None]
+    await asyncio.gather(*work)
+
+
+async def teach_one(r, states, group, client):
+    t = client.cfg.teacher
+    for s in r.sequences:
+        if not (s["trainable"] and s["mask"].any()):
+            continue
+        tokens = s["tokens"].tolist()
+        first = int(s["mask"].argmax())  # the first token that the policy said
+        prefix = tokens[:first]
+        if t.prompt:
+            messages = await call(find(t.prompt), state=r.state, states=states)
+            kwargs = client.cfg.sampling.chat_template_kwargs
+            body = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": kwargs}
+            prefix = (await post(client, group, "/tokenize", body))["tokens"]
+        logps = await log_probabilities(client, group, prefix + tokens[first:])
+        s["teacher_logp"] = np.array([0.0] * first + logps[len(prefix) :], np.float32)
+        s["teacher"] = t.weight * s["mask"].astype(np.float32)
+
+
+async def log_probabilities(client, group, ids):
+    """The teacher's log-probability of each token, given those before it; 0 for the first."""
+    body = {"prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0}
+    body["cache_salt"] = f"{client.attempt}.{client.version}"
+    reply = await post(client, group, "/v1/completions", body)
+    found = reply["choices"][0]["prompt_logprobs"]
+    ensure(len(found) == len(ids), f"the teacher scored {len(found)} tokens of {len(ids)}")
+    logps = [0.0]
+    for token, candidates in zip(ids[1:], found[1:]):
+        logps.append(candidates[str(token)]["logprob"])
+    ensure(np.isfinite(logps).all(), "the teacher's log-probabilities are not finite")
+    return logps
+
+
+async def post(client, group, path, body):
+    """The reply of the teacher, here or elsewhere, to a request."""
+    t = client.cfg.teacher
+    urls = client.cfg.inference.urls
+    url = t.base_url or urls[group % len(urls)]
+    name = t.model
+    if not t.base_url:
+        name = served_name(client.cfg, None if t.frozen else client.version)
+    body = {"model": name} | body if name else body
+    async with client.session.post(url + path, json=body) as reply:
+        if reply.status != 200:
+            raise ServerError(
+                reply.status, f"teacher: {url}{path} answered {reply.status}: {(await reply.text())[:500]}"
+            )
+        return await reply.json()

@@ -1,0 +1,85 @@
+"""configs/algorithms/advantages.py against numbers by hand, and the running baseline through a run."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import all_batches
+
+import trainer
+from configs.algorithms.orders import RunningBaseline
+from orchestrator import Rollout
+
+
+def group_of(*rewards, agent="", **metrics):
+    """Rollouts with these rewards, and with a list of values for each metric or number."""
+    group = []
+    for i, reward in enumerate(rewards):
+        own = {name: values[i] for name, values in metrics.items() if not name.startswith("num_")}
+        numbers = {name: values[i] for name, values in metrics.items() if name.startswith("num_")}
+        group.append({"reward": reward, "agent": agent, "metrics": own} | numbers)
+    return group
+
+
+def found(name, *groups):
+    return trainer.compute_advantages(list(groups), f"advantages:{name}")
+
+
+def test_maxrl():
+    assert found("maxrl", group_of(0.0, 0.0, 0.0, 1.0), group_of(0.0, 0.0)) == [[-1, -1, -1, 3], [0, 0]]
+
+
+def test_gdpo_normalizes_each_function_and_then_the_batch():
+    """A function of range 100 and one of range 1 count alike; what agents.py counts does not."""
+    groups = [
+        group_of(101, 0, 1, 100, wide=[100, 0, 0, 100], narrow=[1, 0, 1, 0], agent_requests=[1, 2, 3, 4]),
+        group_of(5, 5, wide=[5, 5], narrow=[0, 0], agent_requests=[9, 1]),
+    ]
+    wide, narrow = np.array([50, -50, -50, 50]) / np.std([100, 0, 0, 100], ddof=1), np.array([1, -1, 1, -1]) / 2
+    narrow = narrow / np.std([1, 0, 1, 0], ddof=1)
+    total = np.array([*(wide + narrow), 0.0, 0.0])
+    expected = total / total.std()
+    assert [*found("gdpo", *groups)[0], *found("gdpo", *groups)[1]] == pytest.approx(list(expected), abs=1e-3)
+    assert found("gdpo", group_of(1.0, wide=[1.0])) == [[0.0]] and found("gdpo") == []
+
+
+def test_brief_takes_from_long_successes_where_the_task_is_solved():
+    rewards = np.array([1 - 0.25 * 0.5 * 0.5, 1 - 0.25 * 0.5, 0.0, 0.0])
+    group = group_of(1.0, 1.0, 0.0, 0.0, num_tokens=[50, 100, 100, 10])
+    assert found("brief", group)[0] == pytest.approx(list(rewards - rewards.mean()))
+    unsolved = group_of(0.0, 0.0, num_tokens=[50, 100])
+    assert found("brief", unsolved) == [[0.0, 0.0]]
+
+
+def rollout(reward, *agents, **agent_rewards):
+    return Rollout({}, [{"agent": agent} for agent in agents], reward=reward, agent_rewards=agent_rewards)
+
+
+def test_the_running_baseline_is_before_the_rollout_by_agent_and_survives_a_kill(make_cfg):
+    cfg = make_cfg("orchestrator.order=orders:RunningBaseline")
+    order = RunningBaseline([{}] * 9, cfg)
+    rollouts = [rollout(1.0, "a", "b", a=2.0), rollout(1.0, "a", "b", a=0.0), rollout(None, "a")]
+    order.commit(SimpleNamespace(index=0, rollouts=rollouts, dropped=""))
+    assert [r.metrics for r in rollouts] == [
+        {"baseline_a": 0.0, "baseline_b": 0.0},
+        {"baseline_a": 0.1, "baseline_b": 0.05},
+        {},
+    ]
+    state = json.loads(json.dumps(order.state()))
+    again = RunningBaseline([{}] * 9, cfg, state)
+    assert again.memory == order.memory == {"a": pytest.approx(0.095), "b": pytest.approx(0.0975)}
+    group = group_of(3.0, 3.0, agent="a", baseline_a=[1.0, 2.0])
+    assert found("running", group) == [[2.0, 1.0]]
+
+
+def test_groups_whose_rewards_are_equal_are_kept_and_learn(run, make_cfg):
+    keys = ["orchestrator.order=orders:RunningBaseline", "trainer.advantage=advantages:running"]
+    run_dir = run(3, '{ kind = "constant" }', *keys)
+    t = make_cfg(*keys).trainer
+    for step, batch in enumerate(all_batches(run_dir)):
+        trainer.add_advantages(batch.sequences, t)
+        advantages = [s["adv"][-1].item() for s in batch.sequences]
+        baselines = [s["metrics"]["baseline_"] for s in batch.sequences]
+        assert advantages == pytest.approx([1 - b for b in baselines])
+        assert len(advantages) == 16 and min(baselines) >= 1 - 0.95 ** (16 * step) - 1e-9

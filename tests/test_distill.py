@@ -1,0 +1,169 @@
+"""Distillation: what the teacher is asked, and what it says of each token."""
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from conftest import all_batches, lines
+from transformers import AutoModelForCausalLM
+
+import trainer
+from configs.runtime.role import RunError
+
+TASK = '[env]\nid = "distill_tasks"\nargs = {{ kind = "{}" }}'
+ON = ["teacher.weight=0.5", "orchestrator.max_staleness=0"]
+
+
+@pytest.fixture
+def distilled(run):
+    def go(kind, *overrides, steps=2, **kwargs):
+        run_dir = run(steps, TASK.format(kind), *ON, *overrides, **kwargs)
+        return lines(run_dir / "rollouts.jsonl"), all_batches(run_dir)
+
+    return go
+
+
+def logp_of(network, ids):
+    with torch.no_grad():
+        logits = network(torch.tensor([ids])).logits[0, :-1]
+    return [0.0, *logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()]
+
+
+@pytest.fixture
+def network(models):
+    return AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("kind", ["single", "turns"])
+def test_each_token_has_the_teachers_log_probability(distilled, network, kind):
+    """The policy itself with the same prompt: also what the sampler said. Groups without any reward are trained on."""
+    found, batches = distilled(kind)
+    assert {r["dropped"] for r in found} == {""} and {r["reward"] for r in found} == {0.0}
+    for s in batches[0].sequences + batches[1].sequences:
+        expected = np.array(logp_of(network, s["tokens"].tolist()))
+        is_own = s["mask"].numpy()
+        assert np.abs(s["teacher_logp"].numpy() - expected)[is_own].max() < 1e-4
+        assert (s["teacher"].numpy() == 0.5 * is_own).all() and is_own.any()
+        assert np.abs(s["teacher_logp"] - s["old_logp"]).numpy()[is_own].max() < 1e-4
+
+
+@pytest.mark.parametrize("prompt", ["hint", "sibling"])
+@pytest.mark.parametrize("kind", ["single", "turns"])
+def test_a_teacher_that_knows_more_reads_another_prompt(distilled, network, run, kind, prompt):
+    """Of the same tokens, those after the policy's own prompt."""
+    import distill_tasks
+
+    found, batches = distilled(kind, f"teacher.prompt=distill_tasks:{prompt}", template="", steps=1)
+    groups = {}
+    for r in found:
+        groups.setdefault(r["group"], []).append(r)
+    by_rollout = {(r["group"], r["rollout"]): r for r in found}
+    differ = 0
+    for s in batches[0].sequences:
+        state = by_rollout[s["group"], s["rollout"]]
+        if prompt == "hint":
+            messages = distill_tasks.hint(state)
+        else:
+            messages = distill_tasks.sibling(state, groups[s["group"]])
+        prefix = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        first = int(s["mask"].int().argmax())
+        ids = prefix + s["tokens"].tolist()[first:]
+        expected = np.array(logp_of(network, ids))[len(prefix) :]
+        is_own = s["mask"].numpy()[first:]
+        assert np.abs(s["teacher_logp"].numpy()[first:] - expected)[is_own].max() < 1e-4
+        differ += np.abs(s["teacher_logp"] - s["old_logp"]).numpy()[first:][is_own].max() > 1e-3
+    assert differ == len(batches[0].sequences)
+
+
+@pytest.mark.parametrize(
+    "overrides, fake, error",
+    [
+        ([], {"teacher": "short"}, "DataError: the teacher scored"),
+        ([], {"teacher": "500"}, "ServerError: teacher: http"),
+        (["orchestrator.generation_timeout=0.5"], {"teacher": "hang"}, "TimeoutError"),
+        (["teacher.prompt=distill_tasks:fails"], {}, "LookupError: no hint in fails, distill_tasks.py"),
+    ],
+)
+def test_a_teacher_that_fails_loses_the_rollout_and_is_named(run, overrides, fake, error):
+    with pytest.raises(RunError, match=f"were lost, mostly by {error}") as e:
+        run(9, TASK.format("single"), *ON, *overrides, "orchestrator.max_error_share=0.5", fake=fake)
+    assert e.value.code == 4
+
+
+def test_a_teacher_elsewhere_is_checked_before_a_server_starts(run, fake_servers, models, tmp_path, monkeypatch):
+    url = fake_servers()
+    httpx.post(f"{url}/fake", json={})
+    run_dir = run(1, TASK.format("single"), *ON, f"teacher.base_url={url}")
+    assert all_batches(run_dir)[0].sequences[0]["teacher"].any()
+    for override, code, what in (
+        ("teacher.base_url=http://127.0.0.1:9", 3, "no vLLM answers there"),
+        (f"teacher.base_url={url} teacher.model=other", 2, "the teacher has only .'run'."),
+    ):
+        with pytest.raises(RunError, match=what) as e:
+            run(1, TASK.format("single"), *ON, *override.split())
+        assert e.value.code == code
+    from configs.algorithms import distill
+
+    monkeypatch.setattr(distill, "SAMPLE", "\U0001f600 never seen <|user|>")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", other_vocabulary(models["tools"]))
+    with pytest.raises(RunError, match="its vocabulary is another than the policy's") as e:
+        run(1, TASK.format("single"), *ON, f"teacher.base_url={url}")
+    assert e.value.code == 2
+
+
+def other_vocabulary(path):
+    """A tokenizer that shifts every id by one."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    encode = tokenizer.encode
+    tokenizer.encode = lambda text, **options: [token + 1 for token in encode(text, **options)]
+    return lambda *args, **kwargs: tokenizer
+
+
+@pytest.mark.parametrize(
+    "overrides, what",
+    [
+        (["teacher.prompt=distill_tasks:hint"], "left out without teacher.weight"),
+        (["teacher.weight=1.0", "orchestrator.sampling.temperature=0.7"], "1.0 with teacher.weight"),
+        (["teacher.weight=1.0", "teacher.prompt=distill_tasks:hnit"], "does not define 'hnit'"),
+        (["teacher.weight=1.0", "teacher.frozen=true"], "false unless LoRA in 16 bits"),
+    ],
+)
+def test_keys_that_do_nothing_or_cannot_go_together_are_refused(make_cfg, overrides, what):
+    with pytest.raises(RunError, match=what):
+        make_cfg(*overrides)
+
+
+# --- imitation of what the environment answers ------------------------------------------------------------------------
+
+
+def test_echo_imitates_what_others_say_after_the_first_turn_and_leaves_the_policys_term_alone(run, make_cfg, tmp_path):
+    """A rollout of three turns is one sequence here, with two answers of the environment."""
+    run_dir = run(
+        1, '[env]\nid = "distill_tasks"\nargs = { kind = "echo" }', "orchestrator.max_staleness=0", template=""
+    )
+    (batch,) = all_batches(run_dir)
+    num = 0
+    for s in batch.sequences:
+        first = int(s["mask"].int().argmax())
+        expected = ~s["mask"]
+        expected[:first] = False
+        assert torch.equal(s["ce"], 0.25 * expected) and not s["ce"][0]
+        num += int(expected.sum())
+    assert num > 0
+    cfg = make_cfg("max_seq_len=128")
+
+    def gradient(sequences):
+        policy = trainer.build_policy(cfg)
+        trainer.add_advantages(sequences, cfg.trainer)
+        (micro,) = trainer.make_micros(policy, sequences, batch.info | {"max_tokens": 9}, cfg)
+        logp_N, entropy_N = policy(micro)
+        terms, _ = trainer.compute_loss(micro, logp_N, entropy_N, cfg.trainer)
+        terms["policy"].sum().backward()
+        return torch.cat([p.grad.flatten() for p in policy.parameters()]), terms
+
+    with_echo, terms = gradient(batch.sequences)
+    without, none = gradient([s | {"ce": 0 * s["ce"]} for s in batch.sequences])
+    assert "ce" in terms and "ce" not in none
+    assert (with_echo - without).abs().max() < 1e-6 < without.abs().max()
