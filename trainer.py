@@ -567,21 +567,27 @@ def compute_loss(micro, logp_N, entropy_N, t):
         policy_N = policy_N + t.beta * kl_N
         logs["policy/kl_ref"] = kl_N
     policy_N = torch.where(micro["mask_N"], policy_N, 0)
-    terms = {"policy": policy_N / micro["num_mask"]}
+    terms = {}
+    terms["policy"] = policy_N / micro["num_mask"]
     # 3. Imitation of tokens, whoever said them.
     if micro["num_ce"]:
         ce_N = -micro["ce_N"] * logp_N
         terms["ce"] = ce_N / micro["num_ce"]
-    # 4. KL(policy || teacher) on what the policy said, by its score-function gradient: log p_teacher - logp is the
-    # reward of a token (k1; MiniLLM, 2306.08543, and thinkingmachines.ai/blog/on-policy-distillation).
+    # 4. What a teacher makes of the policy's words.
     if micro["num_teacher"]:
-        is_taught_N = micro["teacher_N"] != 0
-        k1_N = torch.where(is_taught_N, logp_N.detach() - micro["teacher_logp_N"], 0)
-        r_N = log_ratio(micro, logp_N.detach()).exp().clamp(max=5.0)
-        teacher_N = micro["teacher_N"] * r_N * k1_N * logp_N
+        teacher_N, logs["policy/kl_teacher"] = distillation(micro, logp_N)
         terms["teacher"] = teacher_N / micro["num_teacher"]
-        logs["policy/kl_teacher"] = k1_N
     return terms, logs
+
+
+def distillation(micro, logp_N):
+    """KL(policy || teacher) on what the policy said, by its score-function gradient: log p_teacher - logp, or -k1, is a
+    token's reward (MiniLLM, 2306.08543; thinkingmachines.ai/blog/on-policy-distillation). Returns loss_N and k1_N,
+    an estimate of the KL, which is 0 where there is no teacher."""
+    is_taught_N = micro["teacher_N"] != 0
+    k1_N = torch.where(is_taught_N, logp_N.detach() - micro["teacher_logp_N"], 0)
+    r_N = log_ratio(micro, logp_N.detach()).exp().clamp(max=5.0)
+    return micro["teacher_N"] * r_N * k1_N * logp_N, k1_N
 
 
 def add_fields(policy, sequences, info, cfg):
@@ -785,9 +791,10 @@ def train_step(policy, optimizer, batch, step, cfg):
                 logs["policy/entropy"] = entropy_N
                 logs |= distance_from_sampler(logp_N - micro["old_logp_N"])
                 add_up(sums, logs, micro["mask_N"])
-                sums["loss"] += loss_N.detach().sum() * share * num_mask
                 for name, term_N in terms.items():
-                    sums[f"loss/{name}"] += term_N.detach().sum() * share * num_mask
+                    total = term_N.detach().sum() * share * num_mask
+                    sums[f"loss/{name}"] += total
+                    sums["loss"] += total
                 if update == 0:
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.

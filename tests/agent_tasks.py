@@ -156,7 +156,7 @@ LATE = []  # statuses of requests after the end of their rollout
 TASKS = []  # which ask them
 
 
-async def wants_misspelled(clinet):
+async def wants_misspelled(klient):
     pass
 
 

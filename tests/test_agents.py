@@ -350,7 +350,7 @@ def test_a_client_that_goes_away_is_not_recorded(rollouts):
 
 
 def test_a_function_that_needs_what_is_not_there_is_found_before_a_server_starts(run):
-    with pytest.raises(RunError, match="wants_misspelled.. wants .'clinet'.") as e:
+    with pytest.raises(RunError, match="wants_misspelled.. wants .'klient'.") as e:
         run(1, TASK.format("wants_misspelled", ""))
     assert e.value.code == 4
 

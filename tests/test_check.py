@@ -144,7 +144,7 @@ def needs_fields(micro, logp_N, entropy_N):
 
 
 def needs_another(micro, logp_N, entropy_N):
-    return micro["teacher_N"], {}
+    return micro["hint_N"], {}
 
 
 @pytest.mark.parametrize("loss, verdict", [("needs_fields", "PASS"), ("needs_another", "SKIP")])
@@ -155,7 +155,7 @@ def test_the_memory_check_has_the_fields_of_a_batch_and_changes_nothing(loss, ve
     check.check_memory(policy, cfg)
     (row,) = printed(capsys)
     assert row.startswith(f"check: {verdict} a micro-batch of 512 tokens")
-    assert ("'teacher_N'" in row) == (verdict == "SKIP")
+    assert ("'hint_N'" in row) == (verdict == "SKIP")
     assert all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())
     assert all(p.grad is None for p in policy.parameters())
 

@@ -105,13 +105,13 @@ def test_batch_files_carry_fields_by_name(kind, tmp_path):
     """A list or array as long as the tokens is a field; who has none has nan there; other lengths are refused."""
     path = tmp_path / "step_000000.safetensors"
     plain = {"tokens": [5, 6, 7], "mask": [0, 1, 1], "old_logp": [0.0, -1.0, -2.0], "turn": [0, 0, 0], "reward": 1.0}
-    save_batch(path, [plain | {"teacher": kind([0.5, 1.5, 2.5]), "versions": [0, 0, 1]}, plain], {"step": 0})
+    save_batch(path, [plain | {"hint": kind([0.5, 1.5, 2.5]), "versions": [0, 0, 1]}, plain], {"step": 0})
     first, second = load_batch(path).sequences
-    assert first["teacher"].tolist() == [0.5, 1.5, 2.5] and all(map(math.isnan, second["teacher"]))
+    assert first["hint"].tolist() == [0.5, 1.5, 2.5] and all(map(math.isnan, second["hint"]))
     assert first["versions"] == [0, 0, 1] and second["tokens"].tolist() == [5, 6, 7]
     for values in ([0.5, 1.5], []):
-        with pytest.raises(RunError, match=f"field 'teacher' has {len(values)} values for 3 tokens") as e:
-            save_batch(path, [plain | {"teacher": kind(values)}, plain], {"step": 0})
+        with pytest.raises(RunError, match=f"field 'hint' has {len(values)} values for 3 tokens") as e:
+            save_batch(path, [plain | {"hint": kind(values)}, plain], {"step": 0})
         assert e.value.code == 4
 
 

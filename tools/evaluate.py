@@ -106,7 +106,8 @@ def make_ask(client, model, sampling):
 
     async def ask(prompt, tools=None, user="", own=()):
         options = sampling | dict(own)
-        options["max_tokens"] = min(sampling["max_tokens"], options["max_tokens"])
+        if "max_tokens" in own:
+            options["max_tokens"] = min(sampling["max_tokens"], options["max_tokens"])
         if isinstance(prompt, str):
             reply = await client.completions.create(model=model, prompt=prompt, **options)
             raw = reply.model_dump()

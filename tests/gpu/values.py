@@ -152,7 +152,8 @@ def check_compiled(place):
         )
         policy = build_policy(cfg)
         tokens = torch.arange(8, 72) % policy.vocab
-        row = {"tokens": tokens, "mask": torch.arange(64) > 8, "ce": torch.zeros(64), "temperature": 1.0}
+        row = {"tokens": tokens, "mask": torch.arange(64) > 8, "ce": torch.zeros(64)}
+        row |= {"teacher": torch.zeros(64), "temperature": 1.0}
         logp_N, _ = policy(collate([row] * 4, policy.device))
         logp_N.sum().backward()
         norms[compiled] = apply_gradients(policy, torch.optim.SGD(policy.trained().values(), 0.0), 1.0, 1e9)
