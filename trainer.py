@@ -733,6 +733,14 @@ def add_up(sums, logs, mask_N):
         sums[name] += counted_N.sum().float()
 
 
+def add_terms(sums, terms, num_tokens):
+    """Adds the terms of a micro-batch's loss, and their sum, times the number by which token_means will divide them."""
+    for name, term_N in terms.items():
+        total = term_N.detach().sum() * num_tokens
+        sums[f"loss/{name}"] += total
+        sums["loss"] += total
+
+
 def token_means(sums, num_mask):
     """{name: sum on this rank} -> {name: mean over the tokens that the policy said, on all ranks}. Collective."""
     names = sorted(sums)
@@ -791,10 +799,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 logs["policy/entropy"] = entropy_N
                 logs |= distance_from_sampler(logp_N - micro["old_logp_N"])
                 add_up(sums, logs, micro["mask_N"])
-                for name, term_N in terms.items():
-                    total = term_N.detach().sum() * share * num_mask
-                    sums[f"loss/{name}"] += total
-                    sums["loss"] += total
+                add_terms(sums, terms, share * num_mask)
                 if update == 0:
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.

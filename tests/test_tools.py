@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,18 @@ def counting():
     """Every third answer is longer."""
     count = iter(range(10**6))
     return lambda body: {"content": "abc" if next(count) % 3 else "abcdef"}
+
+
+def counting_by_prompt():
+    """Of each prompt the third answer is longer, in whatever order requests arrive: each group of four has both."""
+    asked = Counter()
+
+    def answer(body):
+        prompt = json.dumps(body["messages"])
+        asked[prompt] += 1
+        return {"content": "abcdef" if asked[prompt] == 3 else "abc"}
+
+    return answer
 
 
 def texts_with(weight, batch):
@@ -165,7 +178,7 @@ def test_the_readmes_commands(tmp_path, toml):
 def test_generate_then_train_offline(tmp_path, toml, capsys):
     """Rollouts of a plain server -> JSON Lines -> batches -> trainer.py, for their rewards and as demonstrations."""
     data = tmp_path / "data.jsonl"
-    with PlainServer(counting()) as server:
+    with PlainServer(counting_by_prompt()) as server:
         more = ["--base-url", server.url, "--rollouts-per-example", "4"]
         evaluate.main([str(toml), "--generate", "40", str(data), *more])
     written = lines(data)
@@ -188,12 +201,12 @@ def test_generate_then_train_offline(tmp_path, toml, capsys):
     assert len(metrics) == len(batches) and metrics[0]["policy/kl_sampler"] == pytest.approx(0, abs=1e-6)
     again = run_trainer(toml, "--replay", replay, "max_steps=9", "trainer.learning_rate=1e-9", check=False)
     assert again.returncode == CONFIG and "choose another run_name" in again.stderr
-    # 2. Imitation of the 14 best.
+    # 2. Imitation of the 10 best, one of each prompt.
     more = ["run_name=best"]
     evaluate.main([str(toml), "--demonstrations", str(data), "--min-reward", "1", *more])
     batches = all_batches(tmp_path / "best-demonstrations")
     texts = sum([texts_with("ce", batch) for batch in batches], [])
-    assert texts == ["abcdef<|end|>"] * 14 and set(sum([texts_with("mask", batch) for batch in batches], [])) == {""}
+    assert texts == ["abcdef<|end|>"] * 10 and set(sum([texts_with("mask", batch) for batch in batches], [])) == {""}
     replay = tmp_path / "best-demonstrations" / "batches"
     run_trainer(toml, "--replay", replay, *more, "trainer.learning_rate=1e-2", "max_steps=9")
     metrics = lines(tmp_path / "best-replay-cispo" / "metrics.jsonl")

@@ -204,11 +204,12 @@ async def run(name, command, env, folder):
     options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
     # Files, not pipes, whose reader a flood would keep busy.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = await asyncio.create_subprocess_exec(*command, stdout=out, stderr=err, **options)
+        started = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, stdout=out, stderr=err, **options))
         try:
+            process = await asyncio.shield(started)
             code = await process.wait()
         finally:
-            await end(process)
+            await end(await started)  # also if it was cancelled while it began
         if code:
             errors = "\n".join(tail(err).splitlines()[-10:])
             raise CommandFailed(f"{name} ended with exit code {code}: {errors}", code)
@@ -264,7 +265,7 @@ async def end(process):
     Its child goes first: it is pid 1 of the namespace, which is dead once all its processes are, and only then does
     `unshare` end. A process that has just begun has no child yet."""
     file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    for _ in range(20):
+    for _ in range(200):  # of 50 ms: on a busy machine the namespaces take their time
         if process.returncode is not None:
             return
         with contextlib.suppress(OSError):  # it has gone in the meantime
