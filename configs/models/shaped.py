@@ -57,8 +57,10 @@ def name_all_ids(path, num):
 
 
 def main(argv):
-    more = [] if shape() == "toy" else ["trainer.dtype=bf16", "trainer.learning_rate=2e-4"]
-    toy.main(argv, make_shaped, more)
+    if shape() == "toy":
+        return toy.main(argv, make_shaped)
+    # After the toy's 95 steps a model of this size answers 99 % of reverse_text: no group's rewards would differ.
+    toy.main(argv, make_shaped, ["trainer.dtype=bf16", "trainer.learning_rate=2e-4"], steps=50)
 
 
 if __name__ == "__main__":

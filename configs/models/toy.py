@@ -233,9 +233,9 @@ def checksums(task, make):
     return text
 
 
-def main(argv, make=make_model, more=()):
+def main(argv, make=make_model, more=(), steps=None):
     """argv: config.toml [table.key=value ...]; makes the directory `model`, or makes it again if it was made from other
-    code. more: overrides of the warm-up.
+    code. more: overrides of the warm-up; steps: its length, if it is not the task's.
 
     The file `made_from` in it holds checksums: `sha256sum -c` in the repository's directory says FAILED if the code has
     changed since."""
@@ -251,7 +251,7 @@ def main(argv, make=make_model, more=()):
     if file.exists() and file.read_text() == made_from:
         print(f"{model} is up to date")
         return
-    steps = getattr(task, "WARM_UP_STEPS", WARM_UP_STEPS)
+    steps = steps or getattr(task, "WARM_UP_STEPS", WARM_UP_STEPS)
     demonstrations = task.demonstrations(steps * BATCH_SIZE)
 
     work = Path(f"{model}.work")
