@@ -180,7 +180,7 @@ TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jso
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
 METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
 WEIGHTS = ("mask", "ce", "teacher")  # of a token in the terms of the loss
-DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
+DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32, "routes": np.int16}  # of fields; others: float32
 
 
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
@@ -216,7 +216,7 @@ def check_fields(sequence):
                 array = np.asarray(values, DTYPES.get(name, np.float32))
             except Exception as e:  # of numpy, or of the user's object
                 raise DataError(f"field {name!r}: {e}") from e
-            ensure(array.shape == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
+            ensure(array.shape[:1] == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
             if name in WEIGHTS:
                 is_right = np.isfinite(array).all() and not array[:1].any()
                 ensure(is_right, f"field {name!r} must be finite, and 0 at a sequence's first token")
@@ -281,6 +281,10 @@ async def run_rollout(env, row, ask, step, cfg):
             return
         # 2. Fields of the environment's own, and the reward.
         await call(env.add_fields, state=r.state, sequences=r.sequences)
+        if cfg.trainer.replay_routing:
+            from configs.algorithms import routing
+
+            routing.add_fields(r)
         for sequence in r.sequences:
             check_fields(sequence)
             if r.truncated and o.mask_truncated_completions:
@@ -346,9 +350,11 @@ class Order:
     each row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in
     self.memory, as JSON has it.
 
-    state: {"next": index, "open": indices issued but not committed, "extra": memory}."""
+    state: {"next": index, "open": indices issued but not committed, "extra": memory}. A subclass gets
+    orchestrator.order_args as keyword arguments."""
 
-    def __init__(self, rows, cfg, state=None):
+    def __init__(self, rows, cfg, state=None, **args):
+        require(not args, CONFIG, f"orchestrator.order_args: {type(self).__name__} knows no {sorted(args)}")
         state = state or {"next": 0, "open": [], "extra": {}}
         self.rows = rows
         self.cfg = cfg
@@ -390,7 +396,7 @@ class Order:
         return "flat" if is_flat else ""
 
     def extra(self, step):
-        """Groups of earlier batches to train on once more, beside those of this step's batch."""
+        """Groups to train on beside those of this step's batch, e.g. of earlier batches, or demonstrations."""
         return []
 
     def commit(self, group):
@@ -680,7 +686,7 @@ async def run(cfg):
     make_order = configs.find(o.order, {"": Order})
     orders = {}
     for name, env in envs.items():
-        orders[name] = make_order(env.dataset, cfg, state.get(name))
+        orders[name] = make_order(env.dataset, cfg, state.get(name), **o.order_args)
     (run_dir / "config.toml").write_text(text)
     report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time

@@ -233,6 +233,10 @@ def build_policy(cfg):
         # Only reentrant checkpoints need gradients of the inputs, and they would give the first block another graph.
         model.disable_input_require_grads()
     policy = Policy(model, device, DTYPES.get(t.head_dtype))
+    if t.replay_routing:
+        from configs.algorithms import routing
+
+        routing.install(policy)
     names = model._no_split_modules or ()
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if t.compile:
@@ -367,6 +371,8 @@ def collate(sequences, device):
     micro = {"ids_BW": ids_BW.long()}
     micro["row_N"] = row_N
     micro["index_N"] = row_N * ids_BW.shape[1] + position_N - 1
+    if "routes" in sequences[0]:  # of all tokens, since each goes through the routers
+        micro["routes_BTLK"] = pad_sequence([s["routes"] for s in sequences], batch_first=True)
     # 3. Fields have a value for each of them; a number is the same for a whole sequence.
     is_loss_T = torch.cat(is_loss)
     for name in dict.fromkeys(chain(*sequences)):

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 TABLES = ("run", "env", "orchestrator", "sampling", "teacher", "inference", "trainer", "eval", "checkpoint")
 # Tables whose keys are not ours to know.
 OPEN = {"env.args", "inference.args", "orchestrator.curriculum", "orchestrator.sampling.chat_template_kwargs"}
-OPEN |= {"trainer.loss_args", "trainer.importance_args"}
+OPEN |= {"trainer.loss_args", "trainer.importance_args", "orchestrator.order_args"}
 TYPES = {str: "a string", bool: "true or false", int: "an int", float: "a finite number"}
 TYPES |= {list: "a list of strings", dict: "a table, without dates, inf and nan"}
 # Flags of vLLM that the launcher sets.
@@ -269,6 +269,7 @@ def check_pairs(flat):
         "orchestrator.sampling.top_k": "orchestrator.sampling.allow_biased_sampling",
         "orchestrator.sampling.min_p": "orchestrator.sampling.allow_biased_sampling",
         "orchestrator.sampling.repetition_penalty": "orchestrator.sampling.allow_biased_sampling",
+        "orchestrator.order_args": "orchestrator.order",
         "orchestrator.retire_after": "orchestrator.order",
         "orchestrator.curriculum": "orchestrator.order",
         "trainer.importance_args": "trainer.importance",

@@ -22,7 +22,9 @@ engine with the server, as configs/serving does with vLLM's.
 
 import argparse
 import asyncio
+import base64
 import ctypes
+import io
 import json
 import os
 import re
@@ -34,6 +36,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import numpy as np
 import setproctitle
 import torch
 from aiohttp import web
@@ -90,6 +93,21 @@ class Runner:
                 module.__class__ = torch.nn.Linear
         weights = next(self.network.parameters()).detach().view(torch.uint8).numpy().tobytes()
         return zlib.crc32(weights, seed)
+
+    @torch.no_grad()
+    def routes(self, ids):
+        """The experts of each token and layer, as vLLM encodes them."""
+        chosen = []
+        hooks = []
+        for module in self.network.modules():
+            if type(module).__name__.endswith("TopKRouter"):
+                hooks.append(module.register_forward_hook(lambda router, args, output: chosen.append(output[2])))
+        self.network(torch.tensor([ids]))
+        for hook in hooks:
+            hook.remove()
+        file = io.BytesIO()
+        np.save(file, torch.stack(chosen, 1).to(torch.uint8).numpy())
+        return base64.b64encode(file.getvalue()).decode()
 
     @torch.no_grad()
     def sample(self, name, ids, user, max_tokens, temperature, ignore_eos=False):
@@ -326,6 +344,8 @@ class Server(WeightReceiver):
             logps = logps[:-1]
         is_stop = tokens[-1] == tokenizer.eos_token_id or FAKE.get("stop")
         choice = {"index": 0, "finish_reason": "stop" if is_stop else "length", "token_ids": tokens}
+        if self.args.enable_return_routed_experts:
+            choice["routed_experts"] = self.model_runner.routes((ids + tokens)[:-1])
         if "messages" in body:
             message = {"role": "assistant", "content": text} | (hermes(text, seed) if body.get("tools") else {})
             choice |= {"message": message, "logprobs": {"content": [{"logprob": x} for x in logps]}}
@@ -368,8 +388,8 @@ def main():
         parser.add_argument(name, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
-    for name in ("--enable-lora", "--enable-auto-tool-choice", "--enable-sleep-mode"):
-        parser.add_argument(name, action="store_true")
+    for name in ("lora", "auto-tool-choice", "sleep-mode", "return-routed-experts"):
+        parser.add_argument(f"--enable-{name}", action="store_true")
     args, _ = parser.parse_known_args()
     engine = start_engine()
     torch.set_num_threads(1)

@@ -1,12 +1,18 @@
 """configs/algorithms/orders.py: curriculum, retirement, difficulty; and that a resumed run takes the same rows."""
 
 import json
+import tomllib
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from conftest import all_batches, make_sequences
+from test_trainer import batch_of
 
-from configs.algorithms.orders import Curriculum, Difficulty, put_back
+import trainer
+from configs import load_config
+from configs.algorithms.orders import Curriculum, Demonstrations, Difficulty, put_back
+from configs.models import toy
 from configs.runtime.role import RunError
 from orchestrator import Order, Rollout
 
@@ -110,3 +116,68 @@ def test_what_oversampling_leaves_over_is_taken_again(make_order):
     issued = dict(plain.take(0) for _ in range(3))
     put_back(plain, set(issued), 3)
     assert plain.requeued == sorted(issued)
+
+
+TALKS = [[{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"it is {i}"}] for i in range(7)]
+
+
+@pytest.fixture
+def demonstrations(tmp_path):
+    """Overrides for a run in which a quarter as many demonstrations as rollouts are imitated with weight 1/2."""
+    file = tmp_path / "talks.jsonl"
+    file.write_text("".join(json.dumps({"prompt": talk[:1], "completion": talk[1:]}) + "\n" for talk in TALKS))
+    args = f'orchestrator.order_args={{ path = "{file}", share = 0.25, weight = 0.5 }}'
+    return ["orchestrator.order=orders:Demonstrations", args]
+
+
+def test_demonstrations_are_a_share_of_each_batch(run, demonstrations):
+    """4 for 16 rollouts: their tokens are those of the template, imitated and nothing else. All seven come before one
+    comes again, and a run that is resumed goes on with the next."""
+    batches = all_batches(run(2, '{ kind = "turns" }', *demonstrations))
+    said = []
+    for batch in batches:
+        shown = [s for s in batch.sequences if s["group"] == -1]
+        assert len(shown) == 4 and len(batch.sequences) == 20
+        for s in shown:
+            answer = s["ce"] != 0
+            assert not s["mask"].any() and set(s["ce"][answer].tolist()) == {0.5}
+            said.append(run.tokenizer.decode(s["tokens"][answer]))
+            assert s["reward"] is None and s["staleness"] == 0
+    assert sorted(set(said)) == sorted(f"it is {i}<|end|>" for i in range(7)) and len(said) == 8
+    assert batches[0].info["metrics"]["rollout/num"] == 16
+    again = all_batches(run(3, '{ kind = "turns" }', *demonstrations))
+    order = Demonstrations([], load_config(run.run_dir / "config.toml"), **args_of(demonstrations))
+    for n, batch in enumerate(again):
+        expected = [r.sequences[0]["tokens"] for r in order.extra(n)[0].rollouts]
+        assert [s["tokens"].tolist() for s in batch.sequences if s["group"] == -1] == expected
+
+
+def args_of(overrides):
+    return tomllib.loads(overrides[1].partition("=")[2].join(["args = ", ""]))["args"]
+
+
+@pytest.mark.parametrize("advantage", ["mean", "batch_std", "advantages:gdpo"])
+def test_demonstrations_have_no_part_in_an_advantage(make_cfg, tmp_path, advantage):
+    """A rollout's advantage is the same with and without them."""
+    cfg = make_cfg(f"trainer.advantage={advantage}")
+    rollouts = make_sequences(12)
+    for s in rollouts:
+        s |= {"metrics": {"a": s["reward"], "b": 1 - s["reward"] ** 2}}
+    shown = [toy.as_demonstration(s) | {"reward": None, "group": -1, "metrics": {}} for s in make_sequences(3, seed=9)]
+    found = []
+    for sequences in (rollouts, rollouts + shown):
+        batch = batch_of(tmp_path, sequences)
+        trainer.add_advantages(batch.sequences, cfg.trainer)
+        found.append([s["adv"].tolist() for s in batch.sequences[:12]])
+        assert all(not s["adv"].any() for s in batch.sequences[12:])
+    assert found[0] == found[1]
+
+
+def test_arguments_that_an_order_does_not_know(make_cfg):
+    for kind in (Order, Difficulty, Curriculum):
+        with pytest.raises(RunError, match=r"order_args: .* knows no \['shares'\]"):
+            kind(ROWS, make_cfg(), None, shares=1)
+    with pytest.raises(RunError, match="needs a path"):
+        Demonstrations(ROWS, make_cfg())
+    with pytest.raises(RunError, match="orchestrator.order_args.* left out without"):
+        make_cfg("orchestrator.order_args={path='x'}")

@@ -64,6 +64,8 @@ class Batches:
         complete = -1
         while True:
             for line in self.lines.new():
+                if line["group"] < 0:  # a demonstration (orders:Demonstrations)
+                    continue
                 if self.open and line["step"] != self.open[0]["step"]:
                     yield self.open[0]["step"], self.open
                     self.open = []

@@ -6,11 +6,15 @@ in a subclass of Picky. What it knows of rows goes into self.memory, which every
 
 import asyncio
 import itertools
+import json
 import math
 import random
+from pathlib import Path
+
+import numpy as np
 
 from configs.runtime.role import CONFIG, DATA, RunError, require
-from orchestrator import Order
+from orchestrator import Group, Order, Rollout, shuffled
 
 
 class Picky(Order):
@@ -44,8 +48,8 @@ class Curriculum(Picky):
     step on and no longer from its second; a difficulty that it does not name is always taken. A row whose last
     orchestrator.retire_after groups all had zero variance is not taken again."""
 
-    def __init__(self, rows, cfg, state=None):
-        super().__init__(rows, cfg, state)
+    def __init__(self, rows, cfg, state=None, **args):
+        super().__init__(rows, cfg, state, **args)
         curriculum = cfg.orchestrator.curriculum
         wrong = {name: steps for name, steps in curriculum.items() if not is_period(steps)}
         must = "must be { difficulty = [first step, step after the last] }"
@@ -119,6 +123,44 @@ class RunningBaseline(Order):
                     r.metrics[f"baseline_{agent}"] = baseline
                     reward = r.agent_rewards.get(agent, r.reward)
                     self.memory[agent] = baseline + 0.05 * (reward - baseline)
+
+
+class Demonstrations(Order):
+    """The shuffle, and demonstrations that are imitated beside the rollouts of each batch.
+
+        orchestrator.order_args = { path = "talks.jsonl", share = 0.1, weight = 0.1 }
+
+    A line of the file has `prompt` and `completion`, lists of messages. share: demonstrations per rollout of a batch;
+    weight: ce of each of their tokens. They have no reward, and so no part in any baseline."""
+
+    def __init__(self, rows, cfg, state=None, path="", share=0.1, weight=0.1, **args):
+        from transformers import AutoTokenizer
+
+        from configs.models.demonstrations import tokenize_conversation
+
+        super().__init__(rows, cfg, state, **args)
+        require(path, CONFIG, "orchestrator.order_args needs a path: the file of the demonstrations")
+        tokenizer = AutoTokenizer.from_pretrained(cfg.run.model)
+        kwargs = cfg.sampling.chat_template_kwargs
+        self.talks = []
+        for talk in map(json.loads, Path(path).read_text().splitlines()):
+            messages = talk["prompt"] + talk["completion"]
+            for s in tokenize_conversation(tokenizer, messages, first=len(talk["prompt"]), **kwargs):
+                ce = weight * np.array(s["mask"])
+                s |= {"ce": ce, "mask": np.zeros(len(ce)), "old_logp": np.zeros(len(ce))}
+                if len(ce) <= cfg.run.max_seq_len:
+                    self.talks.append((talk, s))
+        self.num = round(share * cfg.orchestrator.batch_size / len(cfg.env))  # each environment has an order
+
+    def extra(self, step):
+        rollouts = []
+        for i in range(step * self.num, (step + 1) * self.num):
+            epoch, place = divmod(i, len(self.talks))
+            talk, sequence = self.talks[shuffled(len(self.talks), self.cfg.run.seed, epoch)[place]]
+            # A rollout without a reward would be left out; a sequence without one has no advantage.
+            r = Rollout(talk, [dict(sequence)], [step], reward=0.0, agent_rewards={"": None})
+            rollouts.append(r)
+        return [Group(self.cfg.env[0].name, -1, -1, rollouts, "")] if rollouts else []
 
 
 async def oversample(order, num, step, job):

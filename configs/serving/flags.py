@@ -35,6 +35,7 @@ def server_options(cfg, name, has_gpus, shares_gpus):
         "gpu_memory_utilization": 0.4 if shares_gpus else None,
         "hf_overrides": {"head_dtype": "float32"} if cfg.trainer.head_dtype else None,
         "enable_sleep_mode": cfg.inference.sleep,
+        "enable_return_routed_experts": cfg.trainer.replay_routing,
     }
     given = {key: value for key, value in ours.items() if value}
     return given | cfg.inference.args
