@@ -86,7 +86,7 @@ def test_the_page_has_no_other_changes():
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """module("sapo") -> the module that the page shows under this name, imported from tmp_path, beside the TOML."""
+    """module("topr") -> the module that the page shows under this name, imported from tmp_path, beside the TOML."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     before = set(sys.modules)
 
@@ -196,26 +196,23 @@ def micro_of(**fields):
     return micro | {"mask_N": torch.ones(len(micro["adv_N"]), dtype=torch.bool)}
 
 
-def test_sapo(module):
-    """-4 / tau sigmoid(tau (r - 1)) A, by numpy; on policy its gradient is that of -r A."""
+def test_topr(module):
+    """By numpy, and its gradient is that of REINFORCE where A > 0."""
     old = np.array([-1.0, -2.0, -0.5, -3.0])
-    logp = old + [0.0, 0.3, -0.4, 1.0]
-    adv = np.array([1.0, -1.0, 0.5, -2.0])
-    tau = np.where(adv > 0, 1.0, 1.2)
-    expected = -4 / tau / (1 + np.exp(-tau * (np.exp(logp - old) - 1))) * adv
+    logp = old + [0.5, 0.3, -0.4, 1.0]
+    adv = np.array([1.0, -1.0, -0.5, -2.0])
+    weight = np.where(adv < 0, np.minimum(np.exp(logp - old), 0.9), 1.0)
     logp_N = torch.tensor(logp, requires_grad=True)
-    loss_N, logs = module("sapo").sapo(micro_of(old_logp=old, adv=adv), logp_N, None, tau_neg=1.2)
-    assert loss_N.tolist() == pytest.approx(expected.tolist(), rel=1e-6)
-    assert len(logs["policy/gate"]) == 4
+    loss_N, logs = module("topr").topr(micro_of(old_logp=old, adv=adv), logp_N, None, ratio_cap=0.9)
+    assert loss_N.tolist() == pytest.approx((-weight * adv * logp).tolist(), rel=1e-9)
+    assert logs["policy/weight"].tolist() == pytest.approx(weight.tolist())
     loss_N.sum().backward()
-    assert logp_N.grad[0].item() == pytest.approx(-1.0)
+    assert logp_N.grad.tolist() == pytest.approx((-weight * adv).tolist())
 
 
-def test_maxrl(module):
-    maxrl = module("maxrl").maxrl
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0], dtype=torch.float64)
-    assert maxrl(rewards, None).tolist() == [3.0, -1.0, -1.0, -1.0]
-    assert maxrl(rewards * 0, None).tolist() == [0.0] * 4
+def test_quantile(module):
+    quantile = module("quantile").quantile
+    assert quantile(torch.tensor([9.0, 0.0, 1.0, 2.0], dtype=torch.float64), None).tolist() == [8.0, -1.0, 0.0, 1.0]
 
 
 def with_patch(start, tmp_path, monkeypatch):

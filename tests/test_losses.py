@@ -11,7 +11,8 @@ import configs
 import trainer
 from configs.algorithms import importance, losses
 
-NAMES = ["cispo", "grpo", "dr_grpo", "losses:gspo", "losses:dppo", "losses:icepop"]
+HARD = ["cispo", "grpo", "dr_grpo", "losses:dppo", "losses:icepop"]  # these clip or mask a token by itself
+NAMES = [*HARD, "losses:gspo", "losses:sapo"]
 LOG_R = [-25.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.7, 25.0]  # logp - old_logp, on either side of each edge
 OLD = [-30.0, -0.3, -0.5, -1.0, -1.0, -1.0, -1.5, -1.5, -3.0, -30.0]
 
@@ -54,7 +55,7 @@ def by_hand(name, log_r, adv, p, p_old, delta):
     return 0.0 if is_out or r > delta else -r * adv * is_inside, is_out
 
 
-@pytest.mark.parametrize("name, delta", [*((name, math.inf) for name in NAMES if "gspo" not in name), ("grpo", 4.0)])
+@pytest.mark.parametrize("name, delta", [*((name, math.inf) for name in HARD), ("grpo", 4.0)])
 @pytest.mark.parametrize("adv", [0.7, -0.7])
 def test_losses_by_token_have_the_gradients_of_their_papers(name, delta, adv):
     old = double(OLD)
@@ -75,6 +76,26 @@ def test_losses_by_token_have_the_gradients_of_their_papers(name, delta, adv):
         masked_N = loss_N[logs["policy/clip_frac"]]
         log_r_N = double(LOG_R).clamp(-20, 20)[logs["policy/clip_frac"]]
         torch.testing.assert_close(masked_N, 1e-3 * log_r_N**2 if "dppo" in name else 0 * log_r_N)
+
+
+@pytest.mark.parametrize("adv", [0.7, -0.7])
+def test_sapo_has_the_gradient_of_its_paper(adv):
+    """4 sigmoid(x) (1 - sigmoid(x)) r A with x = tau (r - 1): on policy r A, and the further from it the less."""
+    old = double(OLD)
+    logp = (old + double(LOG_R)).requires_grad_()
+    loss_N, logs = losses.sapo({"old_logp_N": old, "adv_N": torch.full_like(old, adv)}, logp, None, 1.5, 2.5)
+    loss_N.sum().backward()
+    tau = 1.5 if adv > 0 else 2.5
+    gate = []
+    expected = []
+    for log_r in LOG_R:
+        r = math.exp(min(max(log_r, -20), 20))
+        sigmoid = 1 / (1 + math.exp(-min(tau * (r - 1), 700)))
+        gate.append(4 / tau * sigmoid)
+        expected.append(-4 * sigmoid * (1 - sigmoid) * r * adv * (abs(log_r) < 20))
+    np.testing.assert_allclose(logp.grad.numpy(), expected, rtol=1e-7, atol=1e-12)
+    np.testing.assert_allclose(logs["policy/gate"].detach().numpy(), gate, rtol=1e-7)
+    assert expected[LOG_R.index(0.0)] == -adv
 
 
 SEQUENCES = [[1e-4, -2e-4, 3e-4], [0.01, 0.02], [-0.01, -0.03, 0.0, -0.01]]  # log r: inside the range, above, below
@@ -100,13 +121,15 @@ def test_gspo_is_a_mean_over_sequences_with_the_gradient_of_its_paper(adv):
 
 
 # TRL 1.16.0's GRPOTrainer._compute_loss on the same numbers (cispo, dapo, dapo with delta, dr_grpo, grpo with
-# importance_sampling_level="sequence"): the loss, then its gradient on each of the seven tokens of two sequences.
+# importance_sampling_level="sequence", sapo, a mean over tokens instead of sequences): the loss, then its gradient on each of the seven tokens of two sequences.
 TRL = {
     ("cispo", None, 1): (0.4807455692620833, [-0.1884252881, -0.0766080053, -0.1263052478, -0.5714285714,
                                               0.0634987046, 0.0995857922, 0.4285714286]),
     ("grpo", None, 1): (0.1912137504279583, [0, -0.0766080053, -0.1263052478, 0, 0, 0.0995857922, 0.5185412112]),
     ("grpo", 4.0, 1): (0.015529682049705729, [0, -0.0766080053, -0.1263052478, 0, 0, 0.0995857922, 0]),
     ("dr_grpo", None, 1): (0.04582800790611588, [0, -0.0167580012, -0.027629273, 0, 0, 0.0217843921, 0.11343089]),
+    ("losses:sapo", None, 1): (-0.5452016918001392, [-0.1699129841, -0.0745635313, -0.1259566275, -0.0056552424,
+                                                     0.0623373771, 0.0988703571, 0.0102292069]),
     ("losses:gspo", None, 1e-3): (-0.09999495461668018, [0, 0, 0, 0, 0.1000550151, 0.1000550151, 0.1000550151]),
 }  # fmt: skip
 # The same with vllm_importance_sampling_mode, or with off_policy_mask_threshold=0.5.

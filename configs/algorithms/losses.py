@@ -1,5 +1,5 @@
-"""Losses beyond those of trainer.py: trainer.loss = "losses:gspo", "losses:dppo" or "losses:icepop"; and an advantage
-for control runs.
+"""Losses beyond those of trainer.py: trainer.loss = "losses:gspo", "losses:dppo", "losses:icepop" or "losses:sapo"; and
+an advantage for control runs.
 
 Copy one to write your own. A loss gets `micro`, a micro-batch of named fields with one value per loss token (adv_N,
 old_logp_N, mask_N, which is False if the policy did not say it, row_N, the row of ids_BW with its sequence, ...) and
@@ -57,6 +57,14 @@ def icepop(micro, logp_N, entropy_N, icepop_low=0.5, ratio_cap=5.0):
     is_masked_N = (r_N < icepop_low) | (r_N > ratio_cap)
     loss_N = -torch.where(is_masked_N, 0, r_N * micro["adv_N"] * logp_N)
     return loss_N, {"policy/clip_frac": is_masked_N}
+
+
+def sapo(micro, logp_N, entropy_N, tau_pos=1.0, tau_neg=1.05):
+    """-4 / tau sigmoid(tau (r - 1)) A: a soft clip in place of a hard one, tighter where A < 0 (2511.20347)."""
+    r_N = log_ratio(logp_N, micro["old_logp_N"]).exp()
+    tau_N = torch.where(micro["adv_N"] > 0, tau_pos, tau_neg)
+    gate_N = torch.sigmoid(tau_N * (r_N - 1)) * 4 / tau_N
+    return -gate_N * micro["adv_N"], {"policy/gate": gate_N}
 
 
 def permuted(rewards_G, group):
