@@ -1,10 +1,13 @@
 """Distillation: what the teacher is asked, and what it says of each token."""
 
+import json
+
 import httpx
 import numpy as np
 import pytest
 import torch
-from conftest import all_batches, lines
+from conftest import all_batches, launch, lines, write_run
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import trainer
@@ -133,6 +136,37 @@ def other_vocabulary(path):
 def test_keys_that_do_nothing_or_cannot_go_together_are_refused(make_cfg, overrides, what):
     with pytest.raises(RunError, match=what):
         make_cfg(*overrides)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["teacher", "demonstrations"])
+def test_a_run_that_is_resumed_is_the_same_bit_for_bit(kind, models, tmp_path):
+    """Four steps at once, and two and two: batches, with a teacher's words or with demonstrations, and the model."""
+    talk = {"prompt": [{"role": "user", "content": "say a"}], "completion": [{"role": "assistant", "content": "a b"}]}
+    (tmp_path / "talks.jsonl").write_text(json.dumps(talk))
+    more = [*ON, "teacher.prompt=distill_tasks:hint"]
+    if kind == "demonstrations":
+        more = [
+            f'orchestrator.order_args={{path="{tmp_path}/talks.jsonl"}}',
+            "orchestrator.order=orders:Demonstrations",
+        ]
+    more += ["orchestrator.max_staleness=0", "checkpoint.every=2", "trainer.lr_scheduler_type=constant"]
+    ends = []
+    for name, starts in (("once", [4]), ("twice", [2, 4])):
+        folder = tmp_path / name
+        folder.mkdir()
+        toml = write_run(
+            folder, models["untied"], 4, TASK.format("single") if kind == "teacher" else "{ num_turns = 2 }"
+        )
+        for max_steps in starts:
+            launch(toml, *more, f"max_steps={max_steps}")
+        ends.append((all_batches(folder / "run"), load_file(folder / "run" / "final" / "model.safetensors")))
+    (batches, model), (again, same) = ends
+    for one, two in zip(batches, again, strict=True):
+        for a, b in zip(one.sequences, two.sequences, strict=True):
+            for field in ("tokens", "old_logp", "ce", "teacher", "teacher_logp"):
+                assert field not in a or torch.equal(a[field], b[field]), field
+    assert len(batches) == 4 and all(torch.equal(model[name], same[name]) for name in model)
 
 
 # --- imitation of what the environment answers ------------------------------------------------------------------------

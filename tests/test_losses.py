@@ -121,7 +121,8 @@ def test_gspo_is_a_mean_over_sequences_with_the_gradient_of_its_paper(adv):
 
 
 # TRL 1.16.0's GRPOTrainer._compute_loss on the same numbers (cispo, dapo, dapo with delta, dr_grpo, grpo with
-# importance_sampling_level="sequence", sapo, a mean over tokens instead of sequences): the loss, then its gradient on each of the seven tokens of two sequences.
+# importance_sampling_level="sequence", sapo): the loss, then its gradient on each of the seven tokens of two sequences.
+# Of sapo TRL takes a mean over sequences; here is the one over tokens of the same terms.
 TRL = {
     ("cispo", None, 1): (0.4807455692620833, [-0.1884252881, -0.0766080053, -0.1263052478, -0.5714285714,
                                               0.0634987046, 0.0995857922, 0.4285714286]),
