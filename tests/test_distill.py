@@ -107,11 +107,25 @@ def test_a_teacher_elsewhere_is_checked_before_a_server_starts(run, fake_servers
         assert e.value.code == code
     from configs.algorithms import distill
 
+    monkeypatch.setattr(httpx.Response, "json", without_tokens(httpx.Response.json))
+    with pytest.raises(RunError, match="its /tokenize answered .*: no vLLM, or another model") as e:
+        run(1, TASK.format("single"), *ON, f"teacher.base_url={url}")
+    monkeypatch.undo()
     monkeypatch.setattr(distill, "SAMPLE", "\U0001f600 never seen <|user|>")
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", other_vocabulary(models["tools"]))
     with pytest.raises(RunError, match="its vocabulary is another than the policy's") as e:
         run(1, TASK.format("single"), *ON, f"teacher.base_url={url}")
     assert e.value.code == 2
+
+
+def without_tokens(json):
+    """Replies of a server that has no /tokenize."""
+
+    def changed(reply):
+        found = json(reply)
+        return found if "data" in found else {"detail": "Not Found"}
+
+    return changed
 
 
 def other_vocabulary(path):

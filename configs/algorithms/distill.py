@@ -37,12 +37,14 @@ def check(cfg, tokenizer):
         with httpx.Client(base_url=t.base_url, timeout=30, trust_env=False) as http:
             names = [model["id"] for model in http.get("/v1/models").json()["data"]]
             body = {"model": t.model or names[0], "prompt": SAMPLE, "add_special_tokens": False}
-            ids = http.post("/tokenize", json=body).json().get("tokens")
+            reply = http.post("/tokenize", json=body).json()
     except (httpx.TransportError, ValueError, KeyError) as e:
         raise RunError(DIED, f"teacher.base_url = {t.base_url!r}: no vLLM answers there: {e!r}") from e
     require(not t.model or t.model in names, CONFIG, f"teacher.model = {t.model!r}: the teacher has only {names}")
+    no_ids = f"teacher.base_url = {t.base_url!r}: its /tokenize answered {str(reply)[:200]}: no vLLM, or another model?"
+    require("tokens" in reply, CONFIG, no_ids)
     what = f"teacher.base_url = {t.base_url!r}: its vocabulary is another than the policy's"
-    require(ids == tokenizer.encode(SAMPLE, add_special_tokens=False), CONFIG, what)
+    require(reply["tokens"] == tokenizer.encode(SAMPLE, add_special_tokens=False), CONFIG, what)
 
 
 async def teach(rollouts, group, client):
