@@ -606,6 +606,13 @@ def test_each_version_is_evaluated_once_and_holds_its_batch(run):
     assert [e["step"] for e in found] == [0, 2, 4, 5]
     assert all(e["version_first"] == e["version_last"] == e["step"] for e in found)
     assert all(e["n"] == 3 and e["errors"] == 0 and e["noise"] == e["reward/mean"] for e in found)
+    kept = lines(run_dir / "eval_rollouts.jsonl")
+    assert [(r["step"], r["group"]) for r in kept] == [(e["step"], i) for e in found for i in range(3)]
+
+
+def test_rollouts_of_evaluations_need_not_be_kept(run):
+    run_dir = run(1, NOISE, "eval.every=1", "eval.keep_rollouts=false")
+    assert len(lines(run_dir / "eval.jsonl")) == 2 and not (run_dir / "eval_rollouts.jsonl").exists()
 
 
 def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capfd):

@@ -1,5 +1,5 @@
-"""Evaluations at some versions of the policy, if eval.every is above 0: lines of eval.jsonl, and of eval_rollouts.jsonl
-as rollouts.jsonl has them. tools/evaluate.py has the same metrics."""
+"""Evaluations at some versions of the policy, if eval.every is above 0: lines of eval.jsonl and, with
+eval.keep_rollouts, of eval_rollouts.jsonl as rollouts.jsonl has them. tools/evaluate.py has the same metrics."""
 
 import asyncio
 import functools
@@ -36,7 +36,8 @@ async def evaluate(due, envs, client):
             line = {"step": version, "version_first": version, "version_last": client.version, "env": name} | metrics
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
-            append_rollouts(run_directory(cfg) / "eval_rollouts.jsonl", version, numbered)
+            if cfg.eval.keep_rollouts:
+                append_rollouts(run_directory(cfg) / "eval_rollouts.jsonl", version, numbered)
             shown = [f"{key} {value:.4g}" for key, value in metrics.items() if key != "rows"]
             say(f"eval {version} | {name}: {' '.join(shown)}")
 
