@@ -1,6 +1,6 @@
 """A stand-in for vLLM's server that starts in seconds: the same routes, a Hugging Face model, true logprobs, adapters,
-and a WeightReceiver that really joins the broadcast. An answer is a function of the prompt, its turns, the weights and
-`user`, which numbers the rollouts of a group: they differ, and runs repeat exactly.
+and a WeightReceiver that really joins the broadcast. An answer is a function of the prompt, its turns, the weights,
+the request's seed and `user`, which numbers the rollouts of a group: they differ, and runs repeat exactly.
 
 FAKE in the environment, or a POST to /fake, holds JSON:
     {"generate_s": 1.0,              seconds before every generation; "total_s": of request and generation together
@@ -330,7 +330,7 @@ class Server(WeightReceiver):
         tokenizer = self.model_runner.tokenizer
         ids = self.ids_of(body)
         turns = sum(message["role"] == "assistant" for message in body.get("messages", []))
-        user = f"{body.get('user', '')} {turns}"
+        user = f"{body.get('user', '')} {turns} {body.get('seed', '')}"
         most = min(
             body.get("max_tokens") or body.get("max_completion_tokens") or 16, self.args.max_model_len - len(ids)
         )

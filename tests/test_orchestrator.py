@@ -615,6 +615,13 @@ def test_rollouts_of_evaluations_need_not_be_kept(run):
     assert len(lines(run_dir / "eval.jsonl")) == 2 and lines(run_dir / "eval_rollouts.jsonl") == []
 
 
+def test_requests_of_evaluations_have_seeds_which_every_version_repeats(run, tmp_path):
+    run(1, '{ kind = "turns", num_turns = 2 }', "eval.every=1", fake={"log": str(tmp_path / "log")})
+    seeds = Counter(body.get("seed") for body in lines(tmp_path / "log"))
+    assert seeds.pop(None) >= 32  # of training
+    assert len(seeds) == 3 * 2 and set(seeds.values()) == {2}  # rows x turns; versions 0 and 1
+
+
 def test_an_evaluation_that_takes_longer_than_its_hold_says_so(run, capfd):
     """No version is evaluated twice, and the last one is in any case."""
     slow = ("eval.every=1", "eval.hold_s=0.1", "orchestrator.max_staleness=0", "eval.rollouts_per_example=16")

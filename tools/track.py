@@ -18,13 +18,18 @@ EVERY = 10  # steps between tables
 ROWS = 64  # rollouts in a table
 
 
+def group():
+    """Returns the name that runs of one arm share, which tools/compare.py sets, or None."""
+    return os.environ.get("ROLEMODEL_GROUP")
+
+
 class Wandb:
     def __init__(self, run, config, project):
         import wandb
 
         self.wandb = wandb
         place = {"name": run.name, "id": config["id"], "dir": run}
-        self.run = wandb.init(project=project, resume="allow", config=config, **place)
+        self.run = wandb.init(project=project, resume="allow", config=config, group=group(), **place)
         self.run.define_metric("*", step_metric="version")
 
     def log(self, version, values):
@@ -46,7 +51,8 @@ class Trackio:
         import trackio
 
         self.trackio = trackio
-        trackio.init(project=project, name=run.name, config=config, resume="allow", embed=False)
+        place = {"name": run.name, "group": group()}
+        trackio.init(project=project, config=config, resume="allow", embed=False, **place)
 
     def log(self, version, values):
         self.trackio.log(values, step=version)

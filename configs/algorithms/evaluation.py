@@ -5,6 +5,8 @@ import asyncio
 import functools
 import json
 import time
+import zlib
+from collections import Counter
 
 import numpy as np
 
@@ -50,9 +52,18 @@ async def roll_out(env, client):
     running = asyncio.Semaphore(cfg.orchestrator.max_concurrent)
     groups = []
     for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
-        ask = functools.partial(sample, client, i, **options)
+        ask = functools.partial(sample_with_seed, client, i, Counter(), options)
         groups.append(run_group(env, row, e.rollouts_per_example, ask, client.version, cfg, running))
     return await asyncio.gather(*groups)
+
+
+async def sample_with_seed(client, row, asked, options, prompt, tools=None, user="", own=()):
+    """Asks as sample() does, with a seed for each request: two runs with the same seed, or two versions of a run, draw
+    the same random numbers for a row, so that less of their difference is chance. asked: the number of requests of each
+    rollout so far. It is in the seed as well, or every turn of a conversation would draw the numbers of the first."""
+    seed = zlib.crc32(f"{client.cfg.run.seed} {row} {user} {asked[user]}".encode())
+    asked[user] += 1
+    return await sample(client, row, prompt, tools, user, own, seed=seed, **options)
 
 
 def eval_metrics(groups):
