@@ -372,7 +372,8 @@ def collate(sequences, device):
     micro["row_N"] = row_N
     micro["index_N"] = row_N * ids_BW.shape[1] + position_N - 1
     if "routes" in sequences[0]:  # of all tokens, since each goes through the routers
-        micro["routes_BTLK"] = pad_sequence([s["routes"] for s in sequences], batch_first=True)
+        routes = [s["routes"] for s in sequences]
+        micro["routes_BTLK"] = pad_sequence(routes, batch_first=True)
     # 3. Fields have a value for each of them; a number is the same for a whole sequence.
     is_loss_T = torch.cat(is_loss)
     for name in dict.fromkeys(chain(*sequences)):
