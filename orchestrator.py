@@ -180,7 +180,8 @@ TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jso
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
 METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
 WEIGHTS = ("mask", "ce", "teacher")  # of a token in the terms of the loss
-DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32, "routes": np.int16}  # of fields; others: float32
+DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
+DTYPES["routes"] = np.int16
 
 
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
@@ -483,7 +484,8 @@ def save_batch(path, sequences, info):
     for name in sorted(names):
         parts = []
         for s, num in zip(sequences, lens):
-            part = np.array(s.get(name, [np.nan] * num), DTYPES.get(name, np.float32))
+            values = s.get(name, [np.nan] * num)
+            part = np.array(values, DTYPES.get(name, np.float32))
             require(len(part) == num, DATA, f"field {name!r} has {len(part)} values for {num} tokens")
             is_trained = name in WEIGHTS and np.nan_to_num(part[:1]).any()
             require(not is_trained, DATA, f"{path}: a first token is a loss token")
@@ -686,7 +688,8 @@ async def run(cfg):
     make_order = configs.find(o.order, {"": Order})
     orders = {}
     for name, env in envs.items():
-        orders[name] = make_order(env.dataset, cfg, state.get(name), **o.order_args)
+        known = state.get(name)
+        orders[name] = make_order(env.dataset, cfg, known, **o.order_args)
     (run_dir / "config.toml").write_text(text)
     report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
