@@ -4,11 +4,15 @@ On a terminal they go through a pager. --color shows only what was trained on an
 advantage (green is reinforced, red is discouraged), or by how far the trainer's logp is above the sampler's. There are
 three shades. For advantages the stronger ones begin at a third and two thirds of the largest in the batch, for
 differences they begin at 0.001, 0.01 and 0.1 nats. Without colors (NO_COLOR, no terminal) a token is followed by [++]
-or [-] instead. Tokens that were not sampled are dim. Steps count from 0, as in all files of a run."""
+or [-] instead. Tokens that were not sampled are dim. Steps count from 0, as in all files of a run.
+
+--trace STEP ROW ROLLOUT lists the tokens of one rollout with their numbers, and says which function each number comes
+from; --token N does so for one of them. tools/page.py shows the same in a browser."""
 
 import argparse
 import functools
 import heapq
+import itertools
 import json
 import math
 import os
@@ -22,6 +26,22 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+SOURCES = {  # of a token's numbers; other fields are the environment's
+    "id": "batches/step_N.safetensors, tokens",
+    "turn": "orchestrator.extend_or_fork, the turn in which it came",
+    "mask": "orchestrator.extend_or_fork, 1 if the policy said it",
+    "old_logp": "orchestrator.sample, the sampler's log-probability",
+    "logp": "trainer.train_step, the trainer's log-probability in the first pass, of batches/logp_N.safetensors",
+    "ratio": "trainer.log_ratio, exp(logp - old_logp)",
+    "kl": "trainer.k3, of logp - old_logp",
+    "adv": "trainer.add_advantages",
+    "clipped": "the loss",
+    "ce": "the environment's add_fields, the weight of its imitation",
+    "teacher": "configs.algorithms.distill.teach, the weight of the teacher's term",
+    "teacher_logp": "configs.algorithms.distill.teach, the teacher's log-probability",
+}
+FIELD = "the environment's add_fields"
 
 GREEN = (194, 120, 40)  # backgrounds among the 256 colors, from pale to strong
 RED = (224, 210, 196)
@@ -136,6 +156,126 @@ def summary(line):
     return f"reward {line['reward']:.3f} ({', '.join(parts)})"
 
 
+# --- a rollout and its tokens -----------------------------------------------------------------------------------------
+
+
+def rollout_key(about):
+    """What a line of rollouts.jsonl and the sequences of a batch file have in common."""
+    return about.get("env"), about.get("group"), about.get("rollout")
+
+
+def read_batch(run, step):
+    """Returns {rollout_key: its training sequences} of a batch, or {} if it has not been written.
+
+    Beside the fields of the file a sequence that is trained on has what trainer.py makes of it: adv, and after the step
+    logp and, if it can be told, clipped. `sources` says what SOURCES does not know of them."""
+    from safetensors.torch import load_file
+
+    import trainer  # slow to import, and only needed for tokens
+    from configs import load_config
+
+    path = run / "batches" / f"step_{step:06d}.safetensors"
+    own = run / "batches" / f"logp_{step:06d}.safetensors"
+    if not path.exists():
+        return {}
+    t = load_config(run / "config.toml").trainer  # it also finds the module of the user's own advantage
+    rollouts = {}
+    batch = trainer.load_batch(path)
+    for s in batch.sequences:
+        s["sources"] = {}
+        rollouts.setdefault(rollout_key(s), []).append(s)
+    sequences = [s for s in batch.sequences if s["trainable"]]
+    trainer.add_advantages(sequences, t)
+    explain_advantages(sequences, t)
+    if own.exists():
+        logp_T = load_file(own)["logp"]
+        for s in sequences:
+            s["logp"] = logp_T[s["at"]]
+        add_clipped(sequences, t)
+    return rollouts
+
+
+def explain_advantages(sequences, t):
+    """Says of each sequence with a reward how its advantage came about."""
+    rewarded = [s for s in sequences if s.get("reward") is not None]
+    rewards = {}
+    for s in rewarded:
+        rewards.setdefault(s["baseline_key"], {})[s["rollout"]] = s["reward"]
+    by_turn = t.gamma < 1 or any(s.get("turn_rewards") for s in rewarded)
+    function = "configs.algorithms.turns.compute_advantages" if by_turn else "trainer.compute_advantages"
+    sign = "- " if t.advantage == "mean" and not by_turn else f"({t.advantage}), "
+    for s in rewarded:
+        mean = np.mean(list(rewards[s["baseline_key"]].values()))
+        s["sources"]["adv"] = f"{function}, reward {s['reward']:.8g} {sign}mean {mean:.8g} of the group"
+
+
+def add_clipped(sequences, t):
+    """Adds the field `clipped`, which tokens the loss clips: it is called on the saved log-probabilities. There is none
+    if that depends on what is not saved, as prox_logp and entropies, or if the loss does not say what it clips."""
+    import torch
+
+    import configs
+    import trainer
+
+    micro = trainer.collate(sequences, torch.device("cpu"))
+    if t.importance or micro["old_logp_N"].isnan().any():
+        return
+    micro |= {"num_sequences": len(sequences), "max_tokens": max(len(s["tokens"]) for s in sequences)}
+    for name in trainer.WEIGHTS:
+        micro[f"num_{name}"] = max(1, trainer.count_weights(sequences, name))
+    loss = configs.find(t.loss, trainer.LOSSES)
+    try:
+        _, logs = loss(micro, micro["logp_N"], None, **t.loss_args)
+        clipped_N = logs["policy/clip_frac"].float()
+    except Exception:  # the loss may be anyone's, and ask for what exists only during a step
+        return
+    clipped_T = torch.full((1 + max(int(s["at"][-1]) for s in sequences),), math.nan)
+    clipped_T[micro["at_N"]] = clipped_N
+    name = f"trainer.{t.loss}" if t.loss in trainer.LOSSES else t.loss
+    for s in sequences:
+        s["clipped"] = clipped_T[s["at"]]
+        s["sources"]["clipped"] = f"{name}, called on the saved log-probabilities"
+
+
+def token_columns(s):
+    """Returns {name: a number per token} of a sequence. It is None where there is none: files have 0 or nan for tokens
+    that the policy did not say, or that have no weight in the loss."""
+    import torch
+
+    import trainer
+
+    table = {"id": s["tokens"]} | {name: x for name, x in s.items() if torch.is_tensor(x)}
+    del table["tokens"], table["at"]
+    is_said = s["mask"] != 0
+    known = {"adv": is_said, "clipped": is_said, "teacher_logp": s["teacher"] != 0}
+    known |= {"old_logp": is_said | (s["old_logp"] != 0), "logp": trainer.has_weight(s)}
+    if "logp" in s:
+        log_r = trainer.log_ratio({"old_logp_N": s["old_logp"]}, s["logp"])
+        table |= {"ratio": log_r.exp(), "kl": trainer.k3(log_r)}
+        known |= dict.fromkeys(("ratio", "kl"), known["logp"] & known["old_logp"])
+    columns = dict.fromkeys(SOURCES, [None] * len(is_said))  # in this order
+    for name, values in table.items():
+        is_known = known.get(name, is_said | True) & values.isfinite()
+        numbers = (values + 0).tolist()  # also of what is true or false
+        columns[name] = [x if there else None for x, there in zip(numbers, is_known.tolist())]
+    return columns
+
+
+def trace(run, line, tokenizer, token):
+    """The tokens of a rollout, or the one with this number: what is known of them, and where that comes from."""
+    text = ""
+    numbers = itertools.count()
+    for s in read_batch(run, line["step"]).get(rollout_key(line), ()):
+        columns = token_columns(s)
+        for at, number in zip(range(len(s["tokens"])), numbers):
+            if token in (None, number):
+                text += f"token {number}: {json.dumps(tokenizer.decode([columns['id'][at]]))}\n"
+                for name, values in columns.items():
+                    value = "not saved" if values[at] is None else f"{values[at]:.8g}"
+                    text += f"    {name} {value}: {s['sources'].get(name, SOURCES.get(name, FIELD))}\n"
+    return text or "no such token is saved: batch files have the groups that were trained on\n"
+
+
 # --- colors -----------------------------------------------------------------------------------------------------------
 
 
@@ -152,30 +292,18 @@ def paint(text, value, limits, is_plain):
 
 @functools.cache
 def values_of(run, step, color):
-    """Returns the training sequences of a batch, each with a field `value`, and the limits of the three shades. Returns
-    None if the batch has not been written or trained on yet."""
-    from safetensors.torch import load_file
-
-    import trainer  # slow to import, and only needed for colors
-    from configs import load_config
-
-    path = run / "batches" / f"step_{step:06d}.safetensors"
-    own = run / "batches" / f"logp_{step:06d}.safetensors"
-    if not path.exists() or (color == "diff" and not own.exists()):
+    """Returns the sequences of a batch by rollout, each trained one with a field `value`, and the limits of the three
+    shades. Returns None if the batch has not been written or trained on yet."""
+    rollouts = read_batch(run, step)
+    sequences = [s for s in itertools.chain(*rollouts.values()) if s["trainable"]]
+    if not sequences or (color == "diff" and "logp" not in sequences[0]):
         return None
-    sequences = [s for s in trainer.load_batch(path).sequences if s["trainable"]]
-    if color == "diff":
-        logp_T = load_file(own)["logp"]
-        for s in sequences:
-            s["value"] = logp_T[s["at"]] - s["old_logp"]
-        return sequences, [1e-3, 1e-2, 1e-1]
-    cfg = load_config(run / "config.toml")  # it also finds the module of the user's own advantage
-    trainer.add_advantages(sequences, cfg.trainer)
-    largest = 0.0
     for s in sequences:
-        s["value"] = s["adv"]
-        largest = max(largest, s["adv"].abs().max().item())
-    return sequences, [0, largest / 3, largest * 2 / 3]
+        s["value"] = s["logp"] - s["old_logp"] if color == "diff" else s["adv"]
+    if color == "diff":
+        return rollouts, [1e-3, 1e-2, 1e-1]
+    largest = max(s["adv"].abs().max().item() for s in sequences)
+    return rollouts, [0, largest / 3, largest * 2 / 3]
 
 
 def colored(run, line, tokenizer, color, is_plain):
@@ -183,11 +311,10 @@ def colored(run, line, tokenizer, color, is_plain):
     found = values_of(run, line["step"], color)
     if not found:
         return ""
-    sequences, limits = found
-    keys = ("env", "group", "rollout")
+    rollouts, limits = found
     text = ""
-    for s in sequences:
-        if any(s.get(key) != line[key] for key in keys):
+    for s in rollouts.get(rollout_key(line), ()):
+        if not s["trainable"]:
             continue
         words = [printable(tokenizer.decode([token])) for token in s["tokens"].tolist()]
         for word, is_sampled, value in zip(words, s["mask"], s["value"]):
@@ -205,7 +332,7 @@ def colored(run, line, tokenizer, color, is_plain):
 def chosen(run, args):
     """Yields the lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With bounds a rollout must
     have a reward, with colors it must have been trained on."""
-    wanted = {"step": args.step, "env": args.env, "example": args.row}
+    wanted = {"step": args.step, "env": args.env, "example": args.row, "rollout": args.rollout}
     wanted = {key: value for key, value in wanted.items() if value is not None}
     low = -math.inf if args.min_reward is None else args.min_reward
     high = math.inf if args.max_reward is None else args.max_reward
@@ -252,11 +379,16 @@ def main(argv):
     parser.add_argument("--n", type=int, default=10)
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--color", choices=("advantage", "diff"))
+    kinds.add_argument("--trace", type=int, nargs=3, metavar=("STEP", "ROW", "ROLLOUT"), help="the tokens of a rollout")
     kinds.add_argument("--evals", action="store_true", help="those of evaluations, of which no tokens are kept")
+    parser.add_argument("--token", type=int, metavar="N", help="with --trace: this token alone")
+    parser.set_defaults(rollout=None)  # --trace names one
     args = parser.parse_args(argv)
+    if args.trace:
+        args.step, args.row, args.rollout = args.trace
     is_terminal = sys.stdout.isatty()
     is_plain = bool(os.environ.get("NO_COLOR")) or not is_terminal
-    tokenizer = load_tokenizer(args.run) if args.color else None
+    tokenizer = load_tokenizer(args.run) if args.color or args.trace else None
 
     def height(line):
         return -math.inf if line[args.sort] is None else line[args.sort]
@@ -266,6 +398,8 @@ def main(argv):
         tokens = ""
         if args.color:
             tokens = colored(args.run, line, tokenizer, args.color, is_plain)
+        elif args.trace:
+            tokens = trace(args.run, line, tokenizer, args.token)
         text += as_text(line, tokens)
     text = text or "no such rollout"
     os.environ.setdefault("LESS", "-R")

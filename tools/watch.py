@@ -10,8 +10,8 @@ On stdout it reports what is new in a live run, and everything in one that is do
     time:       now and then how much is left, and at the end where the time went
     result:     at the end, what was learned, and how to serve and evaluate it
 and a progress bar on a terminal. Into the run directory it writes watch.jsonl (percentiles of the reward, KL by
-staleness, and the numbers of each environment of a mix), curves.png after each evaluation, and what a tracker makes. It
-ends when the run is done, or on SIGTERM."""
+staleness, and the numbers of each environment of a mix), curves.png and page.html after each evaluation, and what a
+tracker makes. It ends when the run is done, or on SIGTERM."""
 
 import argparse
 import json
@@ -19,6 +19,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 import time
 import tomllib
@@ -33,6 +34,7 @@ from configs.runtime.directory import redacted
 from configs.serving.flags import as_flags
 from tools.advice import WINDOW, judge, lost_in_evaluation, say, server_pages, warnings, where_time_goes
 from tools.show import (
+    ROOT,
     Lines,
     as_messages,
     eval_statistics,
@@ -264,6 +266,7 @@ class Watch:
         self.told = 0.0  # when that was
         self.is_drawn = True
         self.drawn = time.monotonic()  # when curves.png was
+        self.page = None  # the process that writes page.html
         overrides = os.environ.get("ROLEMODEL_OVERRIDES", "")  # the launcher's: the servers of this run
         self.urls = re.findall(r'http[^"]+', overrides) if is_live else []
         self.before = server_pages(self.urls)  # a server may have run before
@@ -293,6 +296,7 @@ class Watch:
             self.add_evaluation(line)
         if not (self.is_drawn or is_last) and time.monotonic() - self.drawn > 20:  # it takes a second
             self.draw()
+            self.write_page()
         self.track("save")
 
     def report_batch(self, step, lines):
@@ -391,6 +395,25 @@ class Watch:
         except Exception:  # a picture is not worth the rest
             traceback.print_exc()
 
+    def write_page(self):
+        """Has page.html written by a process of its own, since that takes torch and some seconds. While one writes, no
+        other begins."""
+        if self.page and self.page.poll() is None:
+            return
+        command = [sys.executable, str(ROOT / "tools" / "page.py"), str(self.run)]
+        self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def write_last_page(self):
+        """Writes page.html once more, if there was an evaluation, and waits for it. The page is not worth the rest,
+        either: if it fails, that is said."""
+        if not self.first_rows:
+            return
+        if self.page:
+            self.page.wait()
+        self.write_page()
+        if self.page.wait():
+            say(f"warning: page.html was not written (exit={self.page.returncode}); the log of this role says why")
+
     def track(self, method, *args):
         """Calls the tracker, which is other people's code and perhaps a network. If it fails, the rest goes on."""
         if not self.tracker_name:
@@ -435,6 +458,7 @@ class Watch:
         say(f"result: {learned}")
         for command in commands(self.run, self.config):
             say(f"result: {command}")
+        self.write_last_page()
 
 
 def main(argv):
