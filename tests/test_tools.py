@@ -407,6 +407,7 @@ def small_run(models, tmp_path):
             text += json.dumps(line) + "\n"
         save_batch(tmp_path / "batches" / f"step_{step:06d}.safetensors", sequences[:2], {})
     (tmp_path / "rollouts.jsonl").write_text(text + '{"step": 2, "rew')
+    (tmp_path / "kept.jsonl").write_text(text)
     moved = [np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_sequences(4, group=2)[:2]]
     logp = np.concatenate(moved)
     save_file({"logp": logp.astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
@@ -428,6 +429,24 @@ def test_reading_rollouts(small_run, capsys):
     text = shown(capsys, small_run, "--max-reward", "0", "--step", "0")
     assert text.count("===") == 1 and "[expected answer] so" in text
     assert "dropped: flat" in shown(capsys, small_run, "--row", "8", "--n", "1")
+
+
+def test_vf_tui_opens_with_the_rollouts_that_were_asked_for(small_run, monkeypatch):
+    from verifiers.scripts.tui import LazyRunResults, discover_results
+
+    opened = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: opened.append(program))
+    monkeypatch.setenv("VF_OUTPUTS_DIR", "")
+    for _ in range(2):  # the second time replaces what the first has written
+        show.open_in_tui(small_run, lines(small_run / "kept.jsonl"))
+    assert Path(opened[0]).name == "vf-tui"
+    (found,) = discover_results("nowhere", os.environ["VF_OUTPUTS_DIR"])["task"].values()
+    assert [run.run_id for run in found] == ["step_000000", "step_000001"]
+    record = LazyRunResults(found[1])[0]
+    assert record["completion"][0]["content"] == "\x1b[2J 1 0" and record["reward"] == 0.0
+    monkeypatch.setattr("shutil.which", lambda *args, **options: None)
+    with pytest.raises(SystemExit, match="pip install verifiers"):
+        show.open_in_tui(small_run, [])
 
 
 @pytest.mark.parametrize("version", ["this", "the former"])

@@ -562,7 +562,8 @@ def test_trackio_gets_it_all_offline(tmp_path):
     (file,) = (tmp_path / "trackio").glob("*.db")
     found = [json.loads(x) for (x,) in sqlite3.connect(file).execute("select metrics from metrics")]
     assert sum("reward/mean" in x for x in found) == 12 and sum("eval/task/reward/mean" in x for x in found) == 2
-    assert sum("rollouts" in x for x in found) == 2
+    traces = sqlite3.connect(file).execute("select count(*) from traces").fetchone()[0]
+    assert traces >= 2
 
 
 def test_a_tracker_that_fails_leaves_the_rest(tmp_path, capsys, monkeypatch):

@@ -17,6 +17,7 @@ import json
 import math
 import os
 import pydoc
+import shutil
 import signal
 import sys
 import tomllib
@@ -359,6 +360,24 @@ def as_text(line, tokens):
     return f"{text}\n[expected answer] {printable(str(line['answer']))}\n\n"
 
 
+def open_in_tui(run, lines):
+    """Opens vf-tui of verifiers with these rollouts, a run of its own for each environment and step. Never returns."""
+    program = shutil.which("vf-tui") or shutil.which("vf-tui", path=Path(sys.executable).parent)
+    if not program:
+        sys.exit("vf-tui is not installed: pip install verifiers")
+    records = {}
+    for line in lines:
+        folder = run / "tui" / "evals" / f"{line['env']}--{run.name}" / f"step_{line['step']:06d}"
+        records.setdefault(folder, []).append(json.dumps(line | {"example_id": line["example"], "task": line["env"]}))
+    shutil.rmtree(run / "tui", ignore_errors=True)
+    for folder, found in records.items():
+        folder.mkdir(parents=True)
+        (folder / "results.jsonl").write_text("\n".join(found) + "\n")
+        (folder / "metadata.json").write_text(json.dumps({"num_examples": len(found), "rollouts_per_example": 1}))
+    os.environ["VF_OUTPUTS_DIR"] = str(run / "tui")
+    os.execv(program, [program])
+
+
 def load_tokenizer(run):
     import transformers
 
@@ -380,12 +399,17 @@ def main(argv):
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--color", choices=("advantage", "diff"))
     kinds.add_argument("--trace", type=int, nargs=3, metavar=("STEP", "ROW", "ROLLOUT"), help="the tokens of a rollout")
+    parser.add_argument(
+        "--tui", action="store_true", help="opens vf-tui, if it is installed, with all that were asked for"
+    )
     kinds.add_argument("--evals", action="store_true", help="those of evaluations, of which no tokens are kept")
     parser.add_argument("--token", type=int, metavar="N", help="with --trace: this token alone")
     parser.set_defaults(rollout=None)  # --trace names one
     args = parser.parse_args(argv)
     if args.trace:
         args.step, args.row, args.rollout = args.trace
+    if args.tui:
+        open_in_tui(args.run, chosen(args.run, args))
     is_terminal = sys.stdout.isatty()
     is_plain = bool(os.environ.get("NO_COLOR")) or not is_terminal
     tokenizer = load_tokenizer(args.run) if args.color or args.trace else None

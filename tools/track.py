@@ -1,8 +1,8 @@
 """Trackers: wandb, trackio and tensorboard get what watch.py reads.
 
 Numbers are filed under versions: those of batch n under n + 1, the version that it made. Every 10th batch also gives a
-table of 64 rollouts. Account and place are set as the tracker wants it: WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR,
-..."""
+table of 64 rollouts, or with trackio 64 conversations. Account and place are set as the tracker wants it:
+WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR, ..."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Wandb:
     def log(self, version, values):
         self.run.log(values | {"version": version})
 
-    def table(self, version, rows):
+    def table(self, version, rows, lines):
         self.log(version, {"rollouts": self.wandb.Table(columns=list(COLUMNS), data=rows)})
 
     def flush(self):
@@ -57,11 +57,14 @@ class Trackio:
     def log(self, version, values):
         self.trackio.log(values, step=version)
 
-    def table(self, version, rows):
-        import pandas
-
-        frame = pandas.DataFrame(rows, columns=COLUMNS)
-        self.log(version, {"rollouts": self.trackio.Table(dataframe=frame)})
+    def table(self, version, rows, lines):
+        """As conversations: its page shows messages, and tool calls with their results."""
+        traces = []
+        for line in lines:
+            messages = as_messages(line["prompt"]) + as_messages(line["completion"])
+            about = {key: line[key] for key in (*COLUMNS[:-2], "group", "metrics")}
+            traces.append(self.trackio.Trace(messages, metadata=about))
+        self.log(version, {"rollouts": traces})
 
     def flush(self):
         return True
@@ -81,7 +84,7 @@ class Tensorboard:
         for key, value in values.items():
             self.writer.add_scalar(key, value, version)
 
-    def table(self, version, rows):
+    def table(self, version, rows, lines):
         text = ""
         for row in [COLUMNS, ["---"] * len(COLUMNS), *rows]:
             cells = [str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in row]
@@ -146,7 +149,7 @@ class Tracker:
             texts = {key: as_cell(line[key]) for key in ("prompt", "completion")}
             cells = line | texts
             rows.append([cells[column] for column in COLUMNS])
-        self.kind.table(step + 1, rows)  # beside the numbers of that batch
+        self.kind.table(step + 1, rows, lines[:ROWS])  # beside the numbers of that batch
         self.sent["rollouts"] = step
 
     def save(self):
