@@ -217,7 +217,8 @@ def check_fields(sequence):
                 array = np.asarray(values, DTYPES.get(name, np.float32))
             except Exception as e:  # of numpy, or of the user's object
                 raise DataError(f"field {name!r}: {e}") from e
-            ensure(array.shape[:1] == (num,), f"field {name!r} has values of shape {array.shape} for {num} tokens")
+            is_right = array.shape == (num,) or name == "routes"
+            ensure(is_right, f"field {name!r} has values of shape {array.shape} for {num} tokens")
             if name in WEIGHTS:
                 is_right = np.isfinite(array).all() and not array[:1].any()
                 ensure(is_right, f"field {name!r} must be finite, and 0 at a sequence's first token")

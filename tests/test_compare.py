@@ -67,8 +67,8 @@ def wait_for_version(run, version):
 # --- whole studies ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_seeds", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_seeds", [1, 3])
 def test_a_study_that_is_killed_gives_the_same_table(tmp_path, toml, num_seeds):
     command = [toml, *STUDY, "--seeds", num_seeds, "--jobs", 2, "--threshold", 2]
     whole = tmp_path / "whole"

@@ -178,6 +178,7 @@ def test_wrong_tensors_are_caught(what, connect):
         trainer.sync_weights(sender, policy, 1, cfg)
 
 
+@pytest.mark.long
 def test_a_worker_that_cannot_load_says_why(connect):
     """Its server stays paused: it never sequences from a mixture."""
     cfg, policy, sender = connect("fp32")
