@@ -396,11 +396,11 @@ class Watch:
             traceback.print_exc()
 
     def write_page(self):
-        """Has page.html written by a process of its own, since that takes torch and some seconds. While one writes, no
-        other begins."""
+        """Has page.html written by a process of its own, since that takes torch and some seconds, for which the run
+        shall not wait. While one writes, no other begins."""
         if self.page and self.page.poll() is None:
             return
-        command = [sys.executable, str(ROOT / "tools" / "page.py"), str(self.run)]
+        command = ["nice", "-n", "9", sys.executable, str(ROOT / "tools" / "page.py"), str(self.run)]
         self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def write_last_page(self):
