@@ -177,7 +177,30 @@ def test_arguments_that_an_order_does_not_know(make_cfg):
     for kind in (Order, Difficulty, Curriculum):
         with pytest.raises(RunError, match=r"order_args: .* knows no \['shares'\]"):
             kind(ROWS, make_cfg(), None, shares=1)
-    with pytest.raises(RunError, match="needs a path"):
-        Demonstrations(ROWS, make_cfg())
+
+
+@pytest.mark.parametrize(
+    "line, what",
+    [
+        (None, "path = '.*' is no file"),
+        ("", "has no demonstration"),
+        ("no JSON", "line 1: JSONDecodeError"),
+        ('{"prompt": []}', "line 1: KeyError.'completion'"),
+        (
+            json.dumps({"prompt": TALKS[0][:1], "completion": [{"role": "assistant", "content": "a" * 99}]}),
+            "line 1: .* 64",
+        ),
+    ],
+)
+def test_demonstrations_that_are_not_there_or_wrong(line, what, make_cfg, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    if line is not None:
+        file.write_text(line)
+    with pytest.raises(RunError, match=what) as e:
+        Demonstrations(ROWS, make_cfg(), path=str(file))
+    assert e.value.code == 2
+
+
+def test_arguments_need_an_order(make_cfg):
     with pytest.raises(RunError, match="orchestrator.order_args.* left out without"):
         make_cfg("orchestrator.order_args={path='x'}")

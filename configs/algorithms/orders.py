@@ -136,20 +136,28 @@ class Demonstrations(Order):
     def __init__(self, rows, cfg, state=None, path="", share=0.1, weight=0.1, **args):
         from transformers import AutoTokenizer
 
-        from configs.models.demonstrations import tokenize_conversation
+        from configs.models.demonstrations import stop_ids, tokenize_conversation
 
         super().__init__(rows, cfg, state, **args)
-        require(path, CONFIG, "orchestrator.order_args needs a path: the file of the demonstrations")
+        require(Path(path).is_file(), CONFIG, f"orchestrator.order_args: path = {path!r} is no file")
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model)
-        kwargs = cfg.sampling.chat_template_kwargs
+        how = {"stops": stop_ids(cfg.run.model, tokenizer), "stop_strings": cfg.sampling.stop}
+        how |= cfg.sampling.chat_template_kwargs
         self.talks = []
-        for talk in map(json.loads, Path(path).read_text().splitlines()):
-            messages = talk["prompt"] + talk["completion"]
-            for s in tokenize_conversation(tokenizer, messages, first=len(talk["prompt"]), **kwargs):
-                ce = weight * np.array(s["mask"])
-                s |= {"ce": ce, "mask": np.zeros(len(ce)), "old_logp": np.zeros(len(ce))}
-                if len(ce) <= cfg.run.max_seq_len:
-                    self.talks.append((talk, s))
+        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+            try:
+                talk = json.loads(line)
+                messages = talk["prompt"] + talk["completion"]
+                sequences = tokenize_conversation(tokenizer, messages, first=len(talk["prompt"]), **how)
+            except Exception as e:  # what others have written
+                raise RunError(CONFIG, f"{path}, line {number}: {e!r}") from e
+            for s in sequences:
+                num = len(s["tokens"])
+                fits = num <= cfg.run.max_seq_len
+                require(fits, CONFIG, f"{path}, line {number}: {num} tokens, max_seq_len = {cfg.run.max_seq_len}")
+                s |= {"ce": weight * np.array(s["mask"]), "mask": np.zeros(num), "old_logp": np.zeros(num)}
+                self.talks.append((talk, s))
+        require(self.talks, CONFIG, f"{path} has no demonstration")
         self.num = round(share * cfg.orchestrator.batch_size / len(cfg.env))  # each environment has an order
 
     def extra(self, step):
