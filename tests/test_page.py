@@ -124,9 +124,9 @@ def test_size_limits():
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", "\n".join(script))
 
 
-@pytest.mark.parametrize("loss, clips", [("grpo", "1"), ("cispo", "0"), ("losses:gspo", "1")])
-def test_a_trace_has_the_numbers_of_the_batch(made_run, capsys, loss, clips):
-    """Of each token, in all sequences of a forked rollout. Its ratio of exp(0.5) is clipped."""
+@pytest.mark.parametrize("loss, clips, push", [("grpo", "1", 0), ("cispo", "0", 0.8243606), ("losses:gspo", "1", 0)])
+def test_a_trace_has_the_numbers_of_the_batch(made_run, capsys, loss, clips, push):
+    """Of each token, in all sequences of a forked rollout. Its ratio of exp(0.5) is clipped, or weighs its advantage."""
     config = (made_run / "config.toml").read_text()
     (made_run / "config.toml").write_text(config.replace('"grpo"', f'"{loss}"'))
     sequences = trainer.load_batch(made_run / "batches" / "step_000000.safetensors").sequences
@@ -137,14 +137,27 @@ def test_a_trace_has_the_numbers_of_the_batch(made_run, capsys, loss, clips):
         assert int(found["id"]) == s["tokens"][i] and int(found["mask"]) == s["mask"][i]
         known = {"old_logp": s["old_logp"][i].item()} if s["mask"][i] else {}
         if s["mask"][i] and s["trainable"]:
-            known |= {"logp": known["old_logp"] + 0.5, "ratio": math.exp(0.5), "adv": 0.5}
-        numbers = {name: found[name] for name in ("old_logp", "logp", "ratio", "adv") if found[name] != "not saved"}
+            known |= {"logp": known["old_logp"] + 0.5, "ratio": math.exp(0.5), "adv": 0.5, "push": push}
+        names = ("old_logp", "logp", "ratio", "adv", "push")
+        numbers = {name: found[name] for name in names if found[name] != "not saved"}
         assert {name: float(value) for name, value in numbers.items()} == pytest.approx(known, abs=2e-6)
         assert found["clipped"] == (clips if "logp" in known else "not saved")
     show.main([str(made_run), "--trace", "0", "7", "1", "--token", "99999"])
     assert len(tokens) > 20 and "no such token is saved" in capsys.readouterr().out
     show.main([str(made_run), "--trace", "0", "7", "0"])
-    assert "trainer.compute_advantages, reward 0 - mean 0.5 of the group" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "trainer.compute_advantages, reward 0 - mean 0.5 of the group" in text and "of its group: 0 1" in text
+    assert "not the policy's, not trained" in text and "pushed down" in text and "pushed up" not in text
+    assert ("push -0.82436" in text) is ("gspo" not in loss)  # gspo divides by the length of a sequence
+
+
+def test_what_a_trace_cannot_know(made_run, capsys):
+    """With a KL to a reference the gradient is not saved; what the loss clips still is."""
+    config = (made_run / "config.toml").read_text()
+    (made_run / "config.toml").write_text(config.replace("[trainer]\n", "[trainer]\nbeta = 0.1\n"))
+    show.main([str(made_run), "--trace", "0", "7", "1"])
+    text = capsys.readouterr().out
+    assert "trained; its gradient is not saved" in text and "clipped 1: trainer.grpo" in text
 
 
 @contextlib.contextmanager

@@ -33,16 +33,18 @@ SOURCES = {  # of a token's numbers; other fields are the environment's
     "turn": "orchestrator.extend_or_fork, the turn in which it came",
     "mask": "orchestrator.extend_or_fork, 1 if the policy said it",
     "old_logp": "orchestrator.sample, the sampler's log-probability",
-    "logp": "trainer.train_step, the trainer's log-probability in the first pass, of batches/logp_N.safetensors",
+    "logp": "trainer.train_step, the trainer's log-probability in its first pass (batches/logp_N.safetensors)",
     "ratio": "trainer.log_ratio, exp(logp - old_logp)",
-    "kl": "trainer.k3, of logp - old_logp",
+    "kl": "trainer.k3, exp(x) - 1 - x of x = logp - old_logp; a metric, no part of the loss",
     "adv": "trainer.add_advantages",
     "clipped": "the loss",
+    "push": "trainer.compute_loss, the weight of logp's gradient (above 0 it rises), before the mean over loss tokens",
     "ce": "the environment's add_fields, the weight of its imitation",
     "teacher": "configs.algorithms.distill.teach, the weight of the teacher's term",
     "teacher_logp": "configs.algorithms.distill.teach, the teacher's log-probability",
 }
 FIELD = "the environment's add_fields"
+WEIGHTS = ("mask", "ce", "teacher")  # of a token in the terms of the loss
 
 GREEN = (194, 120, 40)  # backgrounds among the 256 colors, from pale to strong
 RED = (224, 210, 196)
@@ -169,7 +171,7 @@ def read_batch(run, step):
     """Returns {rollout_key: its training sequences} of a batch, or {} if it has not been written.
 
     Beside the fields of the file a sequence that is trained on has what trainer.py makes of it: adv, and after the step
-    logp and, if it can be told, clipped. `sources` says what SOURCES does not know of them."""
+    logp and, if they can be told, clipped and push. `sources` says what SOURCES does not know of them."""
     from safetensors.torch import load_file
 
     import trainer  # slow to import, and only needed for tokens
@@ -192,7 +194,7 @@ def read_batch(run, step):
         logp_T = load_file(own)["logp"]
         for s in sequences:
             s["logp"] = logp_T[s["at"]]
-        add_clipped(sequences, t)
+        add_effects(sequences, batch.info, t)
     return rollouts
 
 
@@ -210,32 +212,40 @@ def explain_advantages(sequences, t):
         s["sources"]["adv"] = f"{function}, reward {s['reward']:.8g} {sign}mean {mean:.8g} of the group"
 
 
-def add_clipped(sequences, t):
-    """Adds the field `clipped`, which tokens the loss clips: it is called on the saved log-probabilities. There is none
-    if that depends on what is not saved, as prox_logp and entropies, or if the loss does not say what it clips."""
+def add_effects(sequences, info, t):
+    """Adds the fields `clipped`, which tokens the loss clips, and `push`, where its gradient takes a token's logp: the
+    loss is called on the saved log-probabilities. There are none if it needs what is not saved, as prox_logp, entropies
+    and, for push, the reference's, and no `clipped` if the loss does not say what it clips."""
     import torch
 
-    import configs
     import trainer
 
     micro = trainer.collate(sequences, torch.device("cpu"))
     if t.importance or micro["old_logp_N"].isnan().any():
         return
-    micro |= {"num_sequences": len(sequences), "max_tokens": max(len(s["tokens"]) for s in sequences)}
+    micro |= {"num_sequences": len(sequences), "max_tokens": info["max_tokens"]}
     for name in trainer.WEIGHTS:
-        micro[f"num_{name}"] = max(1, trainer.count_weights(sequences, name))
-    loss = configs.find(t.loss, trainer.LOSSES)
+        micro[f"num_{name}"] = trainer.count_weights(sequences, name)
+    micro["num_mask"] = max(1, micro["num_mask"])
+    logp_N = micro["logp_N"].requires_grad_()
     try:
-        _, logs = loss(micro, micro["logp_N"], None, **t.loss_args)
-        clipped_N = logs["policy/clip_frac"].float()
+        terms, logs = trainer.compute_loss(micro, logp_N, None, t._replace(beta=0.0))
+        sum(terms.values()).sum().backward()
     except Exception:  # the loss may be anyone's, and ask for what exists only during a step
         return
-    clipped_T = torch.full((1 + max(int(s["at"][-1]) for s in sequences),), math.nan)
-    clipped_T[micro["at_N"]] = clipped_N
-    name = f"trainer.{t.loss}" if t.loss in trainer.LOSSES else t.loss
+    effects = {}
+    if "policy/clip_frac" in logs:
+        effects["clipped"] = logs["policy/clip_frac"].float()
+    if not t.beta:
+        effects["push"] = -logp_N.grad * micro["num_mask"]
+    loss = f"trainer.{t.loss}" if t.loss in trainer.LOSSES else t.loss
+    for name, x_N in effects.items():
+        x_T = torch.full((info["num_tokens"],), math.nan)
+        x_T[micro["at_N"]] = x_N
+        for s in sequences:
+            s[name] = x_T[s["at"]]
     for s in sequences:
-        s["clipped"] = clipped_T[s["at"]]
-        s["sources"]["clipped"] = f"{name}, called on the saved log-probabilities"
+        s["sources"]["clipped"] = f"{loss}, called on the saved log-probabilities"
 
 
 def token_columns(s):
@@ -249,7 +259,7 @@ def token_columns(s):
     del table["tokens"], table["at"]
     is_said = s["mask"] != 0
     known = {"adv": is_said, "clipped": is_said, "teacher_logp": s["teacher"] != 0}
-    known |= {"old_logp": is_said | (s["old_logp"] != 0), "logp": trainer.has_weight(s)}
+    known |= {"old_logp": is_said | (s["old_logp"] != 0), "logp": trainer.has_weight(s), "push": trainer.has_weight(s)}
     if "logp" in s:
         log_r = trainer.log_ratio({"old_logp_N": s["old_logp"]}, s["logp"])
         table |= {"ratio": log_r.exp(), "kl": trainer.k3(log_r)}
@@ -262,19 +272,51 @@ def token_columns(s):
     return columns
 
 
+def fate(columns, at, is_trained):
+    """What the step does with a token, in words."""
+    push = columns["push"][at]
+    if not is_trained:
+        return "not trained" if columns["mask"][at] else "not the policy's, not trained"
+    if push is None:
+        return "trained; its gradient is not saved"
+    if push == 0:
+        return "clipped: no gradient" if columns["clipped"][at] else "no gradient"
+    return "pushed up" if push > 0 else "pushed down"
+
+
 def trace(run, line, tokenizer, token):
-    """The tokens of a rollout, or the one with this number: what is known of them, and where that comes from."""
-    text = ""
+    """The tokens of a rollout, or the one with this number. For those that are trained: what is known of each, and
+    where that comes from."""
+    rollouts = read_batch(run, line["step"])
+    key = rollout_key(line)
+    group = [sequences[0]["reward"] for other, sequences in sorted(rollouts.items()) if other[:2] == key[:2]]
+    rewards = " ".join(f"{reward:.4g}" for reward in group if reward is not None)
+    tokens = ""
     numbers = itertools.count()
-    for s in read_batch(run, line["step"]).get(rollout_key(line), ()):
+    for s in rollouts.get(key, ()):
         columns = token_columns(s)
         for at, number in zip(range(len(s["tokens"])), numbers):
             if token in (None, number):
-                text += f"token {number}: {json.dumps(tokenizer.decode([columns['id'][at]]))}\n"
-                for name, values in columns.items():
-                    value = "not saved" if values[at] is None else f"{values[at]:.8g}"
-                    text += f"    {name} {value}: {s['sources'].get(name, SOURCES.get(name, FIELD))}\n"
-    return text or "no such token is saved: batch files have the groups that were trained on\n"
+                is_trained = s["trainable"] and any(columns[name][at] for name in WEIGHTS)
+                word = json.dumps(tokenizer.decode([columns["id"][at]]))
+                tokens += f"token {number}: {word}, {fate(columns, at, is_trained)}\n"
+                if is_trained or token == number:
+                    tokens += explained(s, columns, at)
+    if not tokens:
+        return "no such token is saved: batch files have the groups that were trained on\n"
+    return f"{run}, sampled by version {line['version']}, rewards of its group: {rewards}\n{tokens}"
+
+
+def explained(s, columns, at):
+    """A line for each number of a token. Those of a term of the loss in which it has no weight are left out."""
+    text = ""
+    for name, values in columns.items():
+        term = "teacher" if name == "teacher_logp" else name
+        if term in ("ce", "teacher") and not columns[term][at]:
+            continue
+        value = "not saved" if values[at] is None else f"{values[at]:.8g}"
+        text += f"    {name} {value}: {s['sources'].get(name, SOURCES.get(name, FIELD))}\n"
+    return text
 
 
 # --- colors -----------------------------------------------------------------------------------------------------------

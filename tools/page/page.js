@@ -248,6 +248,7 @@ const COLORS = {
   advantage: (s, i) => at(s, "adv", i),
   ratio: logRatio, // its logarithm: 0 where nothing has changed
   kl,
+  push: (s, i) => at(s, "push", i),
   teacher: (s, i) => minus(at(s, "teacher_logp", i), at(s, "logp", i)),
 };
 
