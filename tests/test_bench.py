@@ -53,7 +53,7 @@ def test_the_orchestrators_rate_is_measured():
 
 @pytest.mark.long
 def test_the_quick_benchmark_measures_every_part(tmp_path):
-    command = [sys.executable, "tools/bench.py", "--quick", "--out", str(tmp_path / "bench.json")]
+    command = [sys.executable, "tests/bench/run.py", "--quick", "--out", str(tmp_path / "bench.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "bench.json").read_text())["parts"]

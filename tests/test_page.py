@@ -126,7 +126,7 @@ def test_size_limits():
 
 @pytest.mark.parametrize("loss, clips, push", [("grpo", "1", 0), ("cispo", "0", 0.8243606), ("losses:gspo", "1", 0)])
 def test_a_trace_has_the_numbers_of_the_batch(made_run, capsys, loss, clips, push):
-    """Of each token, in all sequences of a forked rollout. Its ratio of exp(0.5) is clipped, or weighs its advantage."""
+    """Of each token, in all sequences of a forked rollout. Its ratio of exp(0.5) is clipped, or weighs it."""
     config = (made_run / "config.toml").read_text()
     (made_run / "config.toml").write_text(config.replace('"grpo"', f'"{loss}"'))
     sequences = trainer.load_batch(made_run / "batches" / "step_000000.safetensors").sequences
@@ -216,7 +216,10 @@ def test_a_run_in_a_browser(whole_run):
         tab.wait_for_selector(".token")
         s = next(s for s in step.sequences if s["example"] == rows[0] and s["rollout"] == 0)
         i = s["mask"].tolist().index(True)
-        tab.locator(".tokens").first.locator(".token").nth(i - 1).click()
+        tokens = tab.locator(".tokens").first.locator(".token")
+        tokens.nth(i).hover()
+        assert tab.locator("#story").inner_text().startswith(f"token {i}: ")
+        tokens.nth(i - 1).click()
         tab.keyboard.press("ArrowRight")
         found = {dd.get_attribute("data-name"): dd.inner_text() for dd in tab.locator("#story [data-name]").all()}
         known = {"id": s["tokens"][i].item(), "logp": logp_T[s["at"][i]].item()}

@@ -1,4 +1,4 @@
-"""What the parts of tools/bench.py share: models and rollouts made on the spot, configurations, memory, rows."""
+"""What the parts of run.py share: models and rollouts made on the spot, configurations, memory, rows."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def row(measure, value, unit, target=""):
 
 
 def tell(rows):
-    """What tools/bench.py reads: the last line."""
+    """What run.py reads: the last line."""
     print("\n" + json.dumps(rows), flush=True)
 
 

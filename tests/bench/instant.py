@@ -1,6 +1,6 @@
 """A server that answers at once with what it was told to: `python instant.py PORT REPLIES.json`, {path: body}.
 
-tools/bench.py measures the orchestrator against it, so it does next to nothing itself: it parses the length alone."""
+run.py measures the orchestrator against it, so it does next to nothing itself: it parses the length alone."""
 
 import asyncio
 import json

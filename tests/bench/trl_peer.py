@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the same rollouts, and on the same task, as trainer.py gets; for tools/bench.py.
+"""TRL's GRPOTrainer on the same rollouts, and on the same task, as trainer.py gets; for run.py.
 
     python trl_peer.py step MODEL ROLLOUTS.json STEPS [trim]       -> {"train_s": [seconds per optimizer step, ...]}
     python trl_peer.py run MODEL STEPS SEED RATE GOAL BATCH TOKENS -> {"reward": [...], "at": [s], "tokens": [...], ...}

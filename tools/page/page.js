@@ -331,8 +331,11 @@ byId("more").addEventListener("click", () => redraw({ rows: state.rows + MORE })
 byId("previous").addEventListener("click", () => go(-1));
 byId("next").addEventListener("click", () => go(1));
 byId("color").addEventListener("change", colorTokens);
-for (const kind of ["mouseover", "focusin", "click"]) {
-  byId("opened").addEventListener(kind, ({ target }) => target.matches(".token") && tellStory(target));
+for (const kind of ["mousemove", "focusin", "click"]) {
+  byId("opened").addEventListener(kind, ({ target, movementX, movementY }) => {
+    const isStill = kind === "mousemove" && !movementX && !movementY; // the page has moved under the mouse
+    if (target.matches(".token:not([aria-selected])") && !isStill) tellStory(target);
+  });
 }
 document.addEventListener("keydown", onKey);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCurves);

@@ -1,4 +1,4 @@
-"""Measures the parts of the trainer: python tools/bench.py [--quick] [part ...]. Parts are tests/bench/PART.py.
+"""Measures the parts of the trainer: python tests/bench/run.py [--quick] [part ...]. Parts are files beside it.
 
 It prints a table and writes outputs/bench.json. Each part runs by itself and is measured against its limit, or against
 a peer in the same run; a row is a ratio or a median. It takes at most 25 minutes on 2 cores, with --quick 3. TRL is
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 PARTS = ("step", "gpu", "broadcast", "orchestrate", "overlap", "whole", "growth")
 WITH_PEERS = {"step", "whole"}
 PEERS = ("trl==1.16.0", "accelerate==1.15.0")  # without their dependencies, which are installed already
