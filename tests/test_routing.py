@@ -1,6 +1,7 @@
 """Routing replay: a mixture of experts learns with the experts that the sampler chose."""
 
 import base64
+import functools
 import io
 
 import numpy as np
@@ -95,6 +96,36 @@ def test_experts_of_its_own_change_nothing(family, recompute, mixture, make_cfg,
     same(found[0][1], found[1][1], 1e-6)
     assert (found[0][2] - found[1][2]).abs().max() < 1e-6
     assert all(found[0][1][name].abs().max() > 0 for name in found[0][1] if name.endswith("gate.weight"))
+
+
+@pytest.mark.parametrize("recompute", ["true", pytest.param("false", marks=pytest.mark.long)])
+def test_compiled(recompute, mixture, make_cfg, tmp_path, monkeypatch):
+    """Compiled blocks take the experts of the micro-batch at hand, and not those of the one they were compiled with."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    load = trainer.load_model
+
+    def load_with_products(cfg):  # what stands in for grouped ones on a CPU cannot be compiled
+        model = load(cfg)
+        model.set_experts_implementation("batched_mm")
+        return model
+
+    monkeypatch.setattr(trainer, "load_model", load_with_products)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    path = mixture("Qwen3Moe")
+    rng = np.random.default_rng(0)
+    sequences = make_sequences(24)
+    for s in sequences:
+        order = rng.permuted(np.tile(np.arange(16), (len(s["tokens"]), 2, 1)), axis=-1)
+        s["routes"] = order[:, :, :2].astype(np.int16)
+    batch = batch_of(tmp_path, sequences)
+    found = []
+    for compiled in ("false", "true"):
+        more = (f"trainer.compile={compiled}", f"trainer.gradient_checkpointing={recompute}")
+        cfg = make_cfg(ON, UNCLIPPED, "trainer.micro_batch_size=1", *more, model=path)
+        found.append(gradients(cfg, batch))
+    same(found[0][1], found[1][1], 1e-5)
+    assert torch._dynamo.utils.counters["frames"]["ok"] and not torch._dynamo.utils.counters["unimplemented"]
 
 
 def test_gradients_of_other_experts(mixture, make_cfg, tmp_path):
