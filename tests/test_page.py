@@ -7,6 +7,8 @@ import json
 import math
 import re
 import shutil
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -122,6 +124,21 @@ def test_size_limits():
     num = len([line for line in script if line and not line.startswith("//")])
     assert num <= 300 and max(map(len, script)) <= 120
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", "\n".join(script))
+
+
+def test_pages_take_little_of_a_runs_time(made_run, monkeypatch):
+    """The first is written at once, others while they took a twentieth of the run's time, and never two at once."""
+    follower = watch.Watch(made_run, None, True)
+    assert follower.has_time_for_page()
+    follower.began -= 100
+    for used, command, expected in ((4.0, "true", True), (6.0, "true", False), (4.0, "sleep 9", False)):
+        follower.page = subprocess.Popen(["bash", "-c", command])
+        if command == "true":
+            follower.page.wait()
+        monkeypatch.setattr(watch.os, "times", lambda: SimpleNamespace(children_user=used))
+        assert follower.has_time_for_page() is expected
+    follower.page.kill()
+    follower.page.wait()
 
 
 @pytest.mark.parametrize("loss, clips, push", [("grpo", "1", 0), ("cispo", "0", 0.8243606), ("losses:gspo", "1", 0)])

@@ -33,28 +33,24 @@ def copy(names, to):
             shutil.copy(ROOT / name, to / name)
 
 
-def run(place, *command, code=0, **variables):
-    """Runs a command in a directory, with nothing of this one on Python's path. Returns all that it printed."""
+def run(place, *command, **variables):
+    """Runs a command in a directory, with nothing of this one on Python's path."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     done = subprocess.run(list(map(str, command)), cwd=place, env=env, capture_output=True, text=True)
-    assert done.returncode == code, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 @pytest.mark.real
 def test_the_core_alone_trains(tmp_path):
     """Exactly the files that the README names, and a task. On the real vLLM, with what every recipe for a GPU has, LoRA
-    by adapters in bf16: ten steps on two ranks, with evaluation, killed and resumed on the way; then a replay."""
+    by adapters in bf16: ten steps on two ranks, with evaluation; then a replay."""
     copy(core() + TASK, tmp_path)
     toml = "configs/reverse_text.toml"
     lora = ["trainer.dtype=bf16", "trainer.use_lora=true", "max_steps=10"]
     launch = ["bash", "launch.sh", toml, *lora, "trainer.gpus=2", "eval.every=5", "checkpoint.every=5"]
     launch += ["orchestrator.batch_size=16", "eval.num_examples=32"]
 
-    # 1. The model is made first. Rank 0 is killed as it sends version 6; the same command goes on from step 5.
-    fault = {"FAULT": "bcast@0,6:9", "PYTHONPATH": str(ROOT / "tests" / "faults")}
-    assert "a rank was killed" in run(tmp_path, *launch, code=3, **fault)
     run(tmp_path, *launch)
     first = tmp_path / "outputs" / "reverse_text"
     metrics = lines(first / "metrics.jsonl")
@@ -64,7 +60,7 @@ def test_the_core_alone_trains(tmp_path):
     assert [(e["step"], e["n"]) for e in evals] == [(0, 32), (5, 32), (10, 32)]
     assert (first / "done").read_text().strip() == "10"
 
-    # 2. On one rank, without a server, the run's batches lead to the same adapters.
+    # On one rank, without a server, the run's batches lead to the same adapters.
     run(tmp_path, sys.executable, "trainer.py", toml, *lora, "--replay", first / "batches", OMP_NUM_THREADS="2")
     again = tmp_path / "outputs" / "reverse_text-replay-cispo"
     replayed = lines(again / "metrics.jsonl")

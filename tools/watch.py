@@ -266,6 +266,7 @@ class Watch:
         self.told = 0.0  # when that was
         self.is_drawn = True
         self.drawn = time.monotonic()  # when curves.png was
+        self.began = time.monotonic()
         self.page = None  # the process that writes page.html
         overrides = os.environ.get("ROLEMODEL_OVERRIDES", "")  # the launcher's: the servers of this run
         self.urls = re.findall(r'http[^"]+', overrides) if is_live else []
@@ -296,7 +297,8 @@ class Watch:
             self.add_evaluation(line)
         if not (self.is_drawn or is_last) and time.monotonic() - self.drawn > 20:  # it takes a second
             self.draw()
-            self.write_page()
+            if self.has_time_for_page():
+                self.write_page()
         self.track("save")
 
     def report_batch(self, step, lines):
@@ -395,11 +397,16 @@ class Watch:
         except Exception:  # a picture is not worth the rest
             traceback.print_exc()
 
+    def has_time_for_page(self):
+        """Whether none is being written, and those before took at most a twentieth of the time."""
+        if self.page is None:
+            return True
+        is_done = self.page.poll() is not None
+        return is_done and os.times().children_user < (time.monotonic() - self.began) / 20
+
     def write_page(self):
         """Has page.html written by a process of its own, since that takes torch and some seconds, for which the run
-        shall not wait. While one writes, no other begins."""
-        if self.page and self.page.poll() is None:
-            return
+        shall not wait."""
         command = ["nice", "-n", "9", sys.executable, str(ROOT / "tools" / "page.py"), str(self.run)]
         self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
