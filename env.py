@@ -228,7 +228,7 @@ class Rubric:
         return reward, metrics
 
     def weight_at(self, weight, step):
-        return float(weight(step) if callable(weight) else weight)
+        return finite(weight, weight(step) if callable(weight) else weight)
 
     async def score_group(self, states):
         """HACK HERE, after score, for the rollouts of a row: [(number to add, {function: value}) for each], or []."""

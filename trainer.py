@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.core_model_loading import revert_weight_conversion
 
 import configs
-from configs.runtime.directory import cut_lines, identity, refuse_other, run_directory
+from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, heartbeat, require, run_role, say
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -356,16 +356,15 @@ def collate(sequences, device):
     If no token has a weight, the last one stands in, with weights of 0, since every rank makes the same passes. A
     sequence's first token, which nothing predicts, has no weight: save_batch checks it."""
     # 1. Token ids, padded to a common width, and which of them are loss tokens.
-    tokens = []
-    is_loss = []
-    for s in sequences:
-        tokens.append(s["tokens"])
-        is_loss.append(has_weight(s))
-    if not any(map(torch.any, is_loss)):
-        is_loss[-1][-1] = True
+    tokens = [s["tokens"] for s in sequences]
+    lens = [len(ids) for ids in tokens]
+    weights = {name: torch.cat([s[name] for s in sequences]) for name in WEIGHTS}
+    is_loss_T = has_weight(weights)
+    if not is_loss_T.any():
+        is_loss_T[-1] = True
     multiple, _ = PADDING[device.type]
     ids_BW = pad(tokens, multiple)
-    is_loss_BW = pad(is_loss, multiple)
+    is_loss_BW = pad(is_loss_T.split(lens), multiple)
     # 2. Where they are.
     row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
     micro = {"ids_BW": ids_BW.long()}
@@ -375,7 +374,6 @@ def collate(sequences, device):
         routes = [s["routes"] for s in sequences]
         micro["routes_BTLK"] = pad_sequence(routes, batch_first=True)
     # 3. Fields have a value for each of them; a number is the same for a whole sequence.
-    is_loss_T = torch.cat(is_loss)
     for name in dict.fromkeys(chain(*sequences)):
         values = [s.get(name) for s in sequences]
         if any(map(torch.is_tensor, values)):
@@ -402,7 +400,7 @@ def number(x):
 
 def count_weights(sequences, weight):
     """The number of tokens with a weight that is not 0."""
-    return sum(int(s[weight].count_nonzero()) for s in sequences)
+    return int(torch.cat([s[weight] for s in sequences]).count_nonzero())
 
 
 def make_micros(policy, sequences, info, cfg):
@@ -555,19 +553,21 @@ def compute_loss(micro, logp_N, entropy_N, t):
     step whose weight is not 0, so that neither micro-batches nor ranks change the result."""
     # 1. Policy gradient, on what the policy said. With trainer.importance the ratio is to prox_logp, and the weight
     # corrects for the distance of prox_logp from the sampler.
-    loss = configs.find(t.loss, LOSSES)
+    at = micro
+    if t.importance:
+        at = micro | {"old_logp_N": micro["prox_logp_N"]}
+    returned = configs.find(t.loss, LOSSES)(at, logp_N, entropy_N, **t.loss_args)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    require(is_pair, DATA, f"trainer.loss = {t.loss!r} returned no pair: loss_N and {{metric: value_N}}")
+    policy_N, logs = returned
+    for name, x_N in {"loss": policy_N, **logs}.items():
+        ensure_shape(f"trainer.loss = {t.loss!r}, {name}", x_N, logp_N.shape)
     if t.importance:
         importance = configs.find(t.importance)
         weight_N = importance(micro, logp_N.detach(), **t.importance_args)
         ensure_shape(f"trainer.importance = {t.importance!r}", weight_N, logp_N.shape)
-        at_prox = micro | {"old_logp_N": micro["prox_logp_N"]}
-        policy_N, logs = loss(at_prox, logp_N, entropy_N, **t.loss_args)
         policy_N = policy_N * weight_N
         logs["policy/importance"] = weight_N
-    else:
-        policy_N, logs = loss(micro, logp_N, entropy_N, **t.loss_args)
-    for name, x_N in {"loss": policy_N, **logs}.items():
-        ensure_shape(f"trainer.loss = {t.loss!r}, {name}", x_N, logp_N.shape)
     # 2. KL to the reference.
     if t.beta:
         kl_N = k3(micro["ref_logp_N"] - logp_N)
@@ -1383,19 +1383,20 @@ def start_distributed(cfg):
 
 def check_hooks(t):
     """Raises RunError with CONFIG if a function that trainer.* names does not exist, or does not take its arguments."""
-    configs.find(t.advantage, ADVANTAGES)
     configs.find(t.optimizer, {"": None})
-    check_arguments(t.loss, configs.find(t.loss, LOSSES), t.loss_args)
+    check_call("trainer.advantage", configs.find(t.advantage, ADVANTAGES), 2)
+    check_call("trainer.loss_args", configs.find(t.loss, LOSSES), 3, **t.loss_args)
     if t.importance:
-        check_arguments(t.importance, configs.find(t.importance), t.importance_args)
+        check_call("trainer.importance_args", configs.find(t.importance), 2, **t.importance_args)
 
 
-def check_arguments(name, function, args):
-    """Raises RunError with CONFIG if an argument is not one of the function's keyword arguments."""
-    parameters = inspect.signature(function).parameters.values()
-    known = [p.name for p in parameters if p.default is not p.empty]
-    unknown = sorted(set(args) - set(known))
-    require(not unknown, CONFIG, f"{name} has no argument {unknown}: it takes {known}")
+def check_call(key, function, num, **args):
+    """Raises RunError with CONFIG unless a function takes `num` arguments of ours, and `args`."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*range(num), **args)
+    except TypeError as e:
+        raise RunError(CONFIG, f"{key} = {args}: {e}; the function takes {signature}") from e
 
 
 def resume(run_dir, policy, optimizer, cfg):
@@ -1433,7 +1434,11 @@ def main(argv):
     check_hooks(cfg.trainer)
     is_replay = cfg.replay is not None
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}" if is_replay else "")
-    files = saved_batches(cfg) if is_replay else []
+    text = configs.to_toml(cfg)
+    files = []
+    if is_replay:
+        report_changes(run_dir, text)
+        files = saved_batches(cfg)
     last = cfg.run.max_steps
     # 1. The policy, its optimizer, and where the last run ended.
     start_distributed(cfg)
@@ -1442,8 +1447,9 @@ def main(argv):
     check_policy(policy, cfg)
     optimizer = make_optimizer(policy, cfg.trainer)
     step = resume(run_dir, policy, optimizer, cfg)
-    what = f"{run_dir} has all {last} steps: choose another run_name, or remove it"
-    require(step < last or not is_replay, CONFIG, what)
+    if is_replay:
+        require(step < last, CONFIG, f"{run_dir} has all {last} steps: choose another run_name, or remove it")
+        (run_dir / "config.toml").write_text(text)
     # 2. The servers get the weights: that makes version `step` live.
     sender = None
     if is_first and not is_replay:

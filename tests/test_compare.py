@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def test_a_study_that_is_killed_gives_the_same_table(tmp_path, toml, num_seeds):
     assert files(tmp_path / "parts") == (table, found)
     # 4. What is finished is not run again, and a changed study is refused.
     assert f"{2 * num_seeds} runs, {2 * num_seeds} of them finished" in finish(start(*parts))
+    assert [line["time"]["starts"] > 1 for line in lines(tmp_path / "parts" / "compare.jsonl")][0]
     said = finish(start(*parts, "trainer.learning_rate=1e-9"), CONFIG)
     assert "belongs to another study: trainer.learning_rate was 0.001, now 1e-09" in said
 
@@ -120,6 +122,9 @@ def test_the_training_side_alone(tmp_path, toml, batches):
     record = tmp_path / "out" / "grpo-seed0-replay-grpo" / "compare.json"
     record.write_text(record.read_text().replace('"exit": 0', '"exit": null'))  # killed before it was written
     finish(start(*command, "--replay", tmp_path / "saved"))
+    shutil.copytree(tmp_path / "saved", tmp_path / "others")
+    said = finish(start(*command, "--replay", tmp_path / "others"), CONFIG)
+    assert f"--replay was {tmp_path}/saved, 2 batches, now {tmp_path}/others, 2 batches" in said
 
 
 # --- mistakes, in words -----------------------------------------------------------------------------------------------
@@ -131,6 +136,7 @@ def test_the_training_side_alone(tmp_path, toml, batches):
     (["--arm", "", "--arm", "trainer.loss=cispo"], "arms 'unchanged' and 'cispo' are equal: if one is a control"),
     (["--arm", "a: trainer.loss=grpo", "--arm", "a:"], "two arms are called 'a'"),
     (["--arm", "a/b:"], "arm 'a/b': use letters"),
+    (["--arm", "a: trainer.loss=grpo trainer.loss_args.cap=1"], "arm 'a': trainer.loss_args = {'cap': 1}: got an un"),
     (["--arm", "model='x"], "No closing quotation"),
     (["--arm", "seed=3"], "arm 'seed=3': seed=3: every run has its own seed"),
     (["--arm", "", "--seeds", "0"], "--seeds 0: must be at least 1"),
@@ -144,6 +150,48 @@ def test_a_mistake_is_named_before_anything_starts(tmp_path, toml, args, message
     assert error.value.code == CONFIG and not (tmp_path / "out").exists()
 
 
+def one_run(toml, out):
+    """The run of a study with one arm and one seed, and the study's command."""
+    (run,) = compare.make_runs(str(toml), compare.make_arms(str(toml), [""], []), [], 1, out, None)
+    return run, [str(toml), "--arm", "", "--seeds", "1", "--out", str(out)]
+
+
+def test_a_changed_file_and_other_commits(tmp_path, toml, monkeypatch):
+    """A run is started as the study was when it began, or not at all; what computed it is recorded at every start."""
+    run, _ = one_run(toml, tmp_path / "out")
+    for i in range(2):
+        monkeypatch.setattr(compare, "provenance", lambda: {"commit": f"c{i}", "versions": {"torch": f"2.{i}"}})
+        compare.begin(run, str(toml), None)
+    record = compare.read_record(run)
+    assert (record["commit"], record["versions"], record["starts"]) == ("c0, c1", {"torch": "2.0, 2.1"}, 2)
+    toml.write_text(toml.read_text() + "[trainer]\nlearning_rate = 0.05\n" if "[trainer]" not in toml.read_text() else
+                    toml.read_text().replace("[trainer]", "[trainer]\nweight_decay = 0.05"))  # fmt: skip
+    with pytest.raises(RunError, match="has changed since this study began, in trainer"):
+        compare.begin(run, str(toml), None)
+
+
+def test_a_run_that_is_killed_twice_ends_the_study(tmp_path, toml, monkeypatch, capsys):
+    """It is no result. A run that trained nothing leaves no record, so that its arm may be mended."""
+    run, command = one_run(toml, tmp_path / "out")
+
+    def start(run, *args):
+        (run.path / "logs" / "launch.log").write_text("[launch] step 12\n")
+        return subprocess.Popen(["bash", "-c", "kill -9 $$"])
+
+    monkeypatch.setattr(compare, "start", start)
+    with pytest.raises(SystemExit) as error:
+        compare.main(command)
+    assert error.value.code == 137 and not compare.read_record(run)
+    assert "trying once more" in capsys.readouterr().out
+
+
+def test_a_table_is_not_written_over_by_a_smaller_study(tmp_path, toml):
+    run, command = one_run(toml, tmp_path / "out")
+    compare.begin(run._replace(path=tmp_path / "out" / "other-seed0"), str(toml), None)
+    with pytest.raises(RunError, match="out has other runs, other-seed0, which the table would lose"):
+        compare.main(command)
+
+
 def test_two_at_once_on_one_directory(tmp_path, toml):
     compare.lock(tmp_path / "out")
     said = finish(start(toml, "--arm", "", "--out", tmp_path / "out"), CONFIG)
@@ -153,7 +201,7 @@ def test_two_at_once_on_one_directory(tmp_path, toml):
 @pytest.mark.parametrize("text, name", [
     ("trainer.loss=losses:dppo", "dppo"), ("trainer.learning_rate=1e-4", "learning_rate=1e-4"), ("", "unchanged"),
     ("trainer.loss=grpo trainer.use_lora=true", "grpo-use_lora=true"), ("A: trainer.loss=losses:dppo", "A"),
-    ("control:", "control"), ("'trainer.loss_args={ epsilon = 0.1 }'", "loss_args=_epsilon_=_0.1_"),
+    ("control:", "control"), ("'trainer.loss_args={ ratio_cap = 4.0 }'", "loss_args=_ratio_cap_=_4.0_"),
 ])  # fmt: skip
 def test_names_of_arms(toml, text, name):
     (arm,) = compare.make_arms(str(toml), [text], [])
@@ -200,6 +248,40 @@ def test_what_is_claimed():
     assert "better" not in str(comparison.compare_pairs(dict.fromkeys("abc", base) | {"d": uneven}))
 
 
+def test_nothing_is_claimed_of_the_runs_that_are_left():
+    """Those that failed may have been the worse ones."""
+    base = {seed: 0.5 + seed / 10 for seed in range(5)}
+    left = {seed: None if seed < 2 else score + 0.1 + seed / 1000 for seed, score in base.items()}
+    (said,) = comparison.compare_pairs({"a": base, "b": left})
+    assert said.startswith("a and b: nothing can be claimed, 2 more seeds lack a score (-0.103 +- 0.002; 3 seeds")
+    (said,) = comparison.compare_pairs({"a": base, "b": {seed: score for seed, score in left.items() if score}})
+    assert "**b is better than a**" in said  # they were not asked for
+    (said,) = comparison.compare_pairs({"a": {0: 0.1 + 0.2, 1: 0.5}, "b": {0: 0.3, 1: 0.5}})
+    assert "no difference can be claimed" in said  # 4e-17
+
+
+def test_what_chance_does_is_no_collapse():
+    rows = np.random.default_rng(0).normal(0.55, 0.3, (200, 2, 100))  # two evaluations of the same policy
+    num = 0
+    for pair in rows:
+        evals = [{"env": "a", "step": i, "rows": list(x), "reward/mean": x.mean()} for i, x in enumerate(pair)]
+        num += compare.figures([], evals, 1, 1, 2)[0]["collapsed"]
+    assert num <= 12  # of 200: 1 in 40 is expected
+    assert not compare.is_collapsed([-1.0, 0.0, -0.01], -0.01, 0.0)  # half of a best score of 0
+    assert compare.is_collapsed([0.5, 0.9, 0.44], 0.44, 0.1) and compare.is_collapsed([0.5, 0.6, 0.39], 0.39, 0.1)
+
+
+def test_evaluations_of_several_environments():
+    """They may be at different versions, and the last round may lack one."""
+    steps = {"a": (0, 20, 40, 60), "b": (0, 21, 41)}
+    evals = [{"env": e, "step": s, "reward/mean": s / 100, "rows": [0.0]} for e, found in steps.items() for s in found]
+    _, points = compare.figures([], evals, 2, 60, 2)
+    assert points == [(0, 0.0), (21, pytest.approx(0.205)), (41, pytest.approx(0.405))]
+    assert compare.figures([], evals[:4], 2, 60, 2)[1] == []  # b was never evaluated
+    assert comparison.small_cell([9.5e-5, 9.5e-5]) == "9.5e-05, equal in all runs"
+    assert comparison.small_cell([1e-4, 3e-4]) == "0.0002 +- 0.0013"
+
+
 # --- runs that are there already --------------------------------------------------------------------------------------
 
 
@@ -207,7 +289,7 @@ def write_finished(path, cfg, scores, is_done=True):
     """Writes the directory of a run of 20 steps of one second each, with an evaluation every ten."""
     path.mkdir()
     (path / "config.toml").write_text(to_toml(cfg))
-    evals = [{"step": 10 * i, "env": "reverse_text", "reward/mean": score} for i, score in enumerate(scores)]
+    evals = [{"step": 10 * i, "env": "reverse_text", "reward/mean": x, "rows": [x] * 3} for i, x in enumerate(scores)]
     steps = [{"version": i + 1, "time/step_s": 1.0, "policy/kl_sampler": 1e-3} for i in range(20)]
     metrics = [line | {"policy/entropy": 2.0 - i / 40} for i, line in enumerate(steps)]
     for name, found in (("eval", evals), ("metrics", metrics)):
@@ -222,18 +304,18 @@ def test_runs_that_are_there_already(tmp_path, make_cfg, capsys):
         write_finished(tmp_path / f"good-{seed}", good, [0.3, 0.8 + seed / 100, 0.9 + seed / 100])
         bad = make_cfg("max_steps=20", f"seed={seed}", f"trainer.learning_rate={'1e-5' if seed else '2e-5'}")
         write_finished(tmp_path / f"bad-{seed}", bad, [0.3, 0.7, 0.2 + seed / 100], is_done=seed < 2)
-    bad_runs = [str(tmp_path / f"bad-{seed}") for seed in range(3)]
+    bad_runs = [str(tmp_path / f"bad-{seed}") for seed in range(3)] + [f"{tmp_path}/bad-*"]  # each counts once
     compare.main(
         ["--runs", f"good={tmp_path}/good-*", f"bad={bad_runs[0]}", *bad_runs[1:], "--out", str(tmp_path / "out")]
     )
     table = (tmp_path / "out" / "compare.md").read_text()
     assert table in capsys.readouterr().out and (tmp_path / "out" / "compare.png").stat().st_size > 10_000
     assert "| good | 3 | 0.910 +- 0.025 | 10 (3 of 3) | 10 (3 of 3) | 0.708 | 0.001 | 0.762 | 0 | 0 |" in table
-    assert "| bad | 3 | 0.210 +- 0.025 | - (0 of 3) | - (0 of 3) | 0.478 | 0.001 | 0.762 | 3 | 0 |" in table
-    assert "- good and bad: all 3 differences are +0.700, which gives no interval" in table
+    assert "| bad | 2 | 0.205 +- 0.064 | - (0 of 2) | - (0 of 2) | 0.476 | 0.001 | 0.762 | 2 | 0 |" in table
+    assert "- good and bad: nothing can be claimed, 1 more seeds lack a score (0.700 +- 0.000; 2 seeds, p = 1)" in table
     assert "Keys in which runs differ: trainer.learning_rate, trainer.loss." in table
     assert "Warning: runs of bad differ among themselves in trainer.learning_rate." in table
-    assert "bad, seed 2 is not finished: it has 20 of 20 steps." in table
+    assert "bad, seed 2 is not finished: it has 20 of 20 steps, and is in nothing above." in table
     assert [line["exit"] for line in lines(tmp_path / "out" / "compare.jsonl")] == [0, 0, 0, 0, 0, None]
     with pytest.raises(RunError, match="--runs a=.*: no run directory"):
         compare.main(["--runs", f"a={tmp_path}/none-*"])
@@ -243,8 +325,8 @@ def test_runs_that_are_there_already(tmp_path, make_cfg, capsys):
 
 def test_training_rewards_where_there_are_no_evaluations():
     metrics = [{"version": i + 1, "reward/mean": i / 20, "time/step_s": 0.5} for i in range(20)]
-    found, points = compare.figures(metrics, [], 20, 0.5)
+    found, points = compare.figures(metrics, [], 1, 20, 0.5)
     assert found["score"] == pytest.approx(0.925) and points[0] == (1, 0.0) and not found["has_evaluations"]
     assert found["steps_to_threshold"] == 11 and found["time"]["seconds_to_threshold"] == 5.5
-    nothing, points = compare.figures([], [], 20, 0.5)
+    nothing, points = compare.figures([], [], 1, 20, 0.5)
     assert nothing["score"] is None and points == [] and nothing["kl"] is None

@@ -84,11 +84,16 @@ def test_weights_by_step_and_groups_of_rubrics():
     def style(completion):
         return 0.5
 
+    def rise(step):
+        return "high"
+
     rubric = Rubric([right], [lambda step: 1 + step], rubrics=[Rubric([short, style], [0.25, 0], limit=3)])
     env = SingleTurnEnv(ROWS, rubric=rubric)
     state, reward, metrics = play(env, ROWS[0], "4")
     assert reward == 1.25 and metrics == {"right": 1.0, "short": 1.0, "style": 0.5}
     assert asyncio.run(rubric.score(state | {"step": 3}))[0] == 4.25
+    with pytest.raises(ValueError, match="reward function rise returned high, no finite number"):
+        asyncio.run(Rubric([style], [rise]).score(state))
     rubric = GroupRubric([right, lambda completions: [1.0] * len(completions)], np.array([0.5, 0.25], "f4"))
     state, reward, _ = play(SingleTurnEnv(ROWS, rubric=rubric), ROWS[0], "4")  # rewards are written as JSON
     (added, _) = asyncio.run(rubric.score_group([state]))[0]

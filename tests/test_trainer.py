@@ -786,10 +786,15 @@ def test_a_replay_has_the_schedule_of_its_batches_and_says_what_it_leaves_out(ma
     *((f"trainer.{key}=my_los:f", "'my_los:f'.*there is no module 'my_los'")
       for key in ("loss", "importance", "optimizer", "advantage")),
     ("trainer.loss=losses:gsp", "'losses:gsp'.*does not define 'gsp'"),
-    ("trainer.loss_args.epsilon=0.3", r"cispo has no argument \['epsilon'\]: it takes \['ratio_cap'\]"),
+    ("trainer.loss_args.epsilon=0.3", r"trainer.loss_args = {'epsilon': 0.3}: got an unexpected.* ratio_cap=5.0\)"),
+    ("trainer.loss=hooks:needs", r"trainer.loss_args = {}: missing a required argument: 'cap'; the function takes"),
+    ("trainer.advantage=hooks:lonely", r"trainer.advantage = {}: too many positional arguments; .* takes \(r_G\)"),
 ])  # fmt: skip
 def test_what_a_hook_lacks_is_reported_before_a_model_is_loaded(override, message, make_cfg, tmp_path, monkeypatch):
     make_cfg()
+    (tmp_path / "hooks.py").write_text(
+        "def needs(micro, logp_N, entropy_N, cap):\n    return logp_N, {}\n\n\ndef lonely(r_G):\n    return r_G\n"
+    )
     saved = write_batches(tmp_path / "saved", 1)
     monkeypatch.setattr(trainer, "build_policy", None)
     with pytest.raises(RunError, match=message) as e:
@@ -821,6 +826,10 @@ def mean_loss(micro, logp_N, entropy_N):
     return (micro["adv_N"] * logp_N).mean(), {}
 
 
+def no_logs(micro, logp_N, entropy_N):
+    return micro["adv_N"] * logp_N
+
+
 def number_as_log(micro, logp_N, entropy_N):
     return micro["adv_N"] * logp_N, {"mine": 1.0}
 
@@ -844,6 +853,7 @@ def no_closure(params, t):
 
 @pytest.mark.parametrize("override, message", [
     ("trainer.loss=test_trainer:mean_loss", r":mean_loss', loss returned \(\), not a tensor of shape \(\d+,"),
+    ("trainer.loss=test_trainer:no_logs", r"no_logs' returned no pair: loss_N and \{metric: value_N\}"),
     ("trainer.loss=test_trainer:number_as_log", r"number_as_log', mine returned 1.0, not a tensor"),
     ("trainer.advantage=test_trainer:one_advantage", r"one_advantage' returned \(1,\), not a tensor of shape \(4,\)"),
     ("trainer.importance=test_trainer:no_weights", "no_weights' returned None, not a tensor"),
@@ -1249,6 +1259,30 @@ def test_another_optimizer(make_cfg, models, tmp_path):
     replays([[tmp_path / "test.toml", "--replay", saved, *more]])
     before, after = (load_file(p / "model.safetensors") for p in (models["untied"], run_of(tmp_path, "test") / "final"))
     same(grads, {f"model.{name}": before[name] - after[name] for name in after})
+
+
+def test_a_mistake_in_a_hook_is_named_and_no_death(make_cfg, tmp_path):
+    """The exit code says that it is for the user to mend, the last line where."""
+    make_cfg()
+    (tmp_path / "mine.py").write_text("def loss(micro, logp_N, entropy_N):\n    return micro['no_such_N'], {}\n")
+    saved = write_batches(tmp_path / "saved", 1)
+    more = [f"output_dir={tmp_path}", "--replay", saved, "trainer.loss=mine:loss"]
+    done = run_trainer(tmp_path / "test.toml", *more, check=False)
+    assert done.returncode == 4 and "exit=4 KeyError: 'no_such_N' in loss, mine.py:2\n" in done.stderr
+    assert "Traceback" in done.stderr
+
+
+def test_a_replay_goes_on_with_the_same_advantage_or_not_at_all(make_cfg, tmp_path):
+    make_cfg()
+    saved = write_batches(tmp_path / "saved", 2)
+    more = [tmp_path / "test.toml", f"output_dir={tmp_path}", "--replay", saved]
+    second = (saved / "step_000001.safetensors").rename(tmp_path / "second")
+    replays([more])
+    second.rename(saved / "step_000001.safetensors")
+    with pytest.raises(RunError, match=r"test-replay-cispo began with another \['trainer.advantage'\]"):
+        replays([[*more, "trainer.advantage=std"]])
+    replays([more])
+    assert len(lines(tmp_path / "test-replay-cispo" / "metrics.jsonl")) == 2
 
 
 def test_an_optimizer_that_cannot_be_saved_is_refused_after_one_step(make_cfg, tmp_path):

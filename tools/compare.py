@@ -13,6 +13,7 @@ again. The directory of the study then has compare.md (the table), compare.jsonl
 import argparse
 import fcntl
 import glob
+import hashlib
 import itertools
 import json
 import math
@@ -23,6 +24,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import namedtuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,7 +37,8 @@ from configs.runtime.directory import values_in
 from configs.runtime.machine import look_around
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, RunError, require, run_role
 from tools.comparison import Result, draw, report
-from tools.show import ROOT, Lines
+from tools.show import ROOT, Lines, half_width
+from trainer import check_hooks
 
 Arm = namedtuple("Arm", "name overrides cfg")
 # One run of a study. path: its directory; overrides: those given; own: those that this program adds for seed and place;
@@ -82,6 +85,7 @@ def make_arms(config, texts, shared):
         name = name or name_of(overrides)
         try:
             cfg = load_config(config, [*shared, *overrides])
+            check_hooks(cfg.trainer)
         except RunError as error:
             raise RunError(error.code, f"arm {name!r}: {error}") from None
         for item in overrides:
@@ -107,9 +111,16 @@ def make_runs(config, arms, shared, num_seeds, out, replay):
         given = [*shared, *arm.overrides]
         if replay:  # where trainer.py puts it
             name += f"-replay-{arm.cfg.trainer.loss}".replace(":", ".")
-        config_of_run = values_in(to_toml(load_config(config, [*given, *own])))
-        runs.append(Run(arm.name, seed, out / name, given, own, config_of_run))
+        runs.append(Run(arm.name, seed, out / name, given, own, read_config(config, [*given, *own], replay)))
     return runs
+
+
+def read_config(config, overrides, replay):
+    """Returns {key: value as text} of a run, with the batches on which it is trained, if those are saved ones."""
+    found = values_in(to_toml(load_config(config, overrides)))
+    if replay:
+        found["--replay"] = f"{replay}, {len(list(replay.glob('step_*.safetensors')))} batches"
+    return found
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -128,10 +139,15 @@ def write(path, text):
 
 
 def provenance():
-    """Returns the commit, with -dirty if tracked files have changed since, and the versions of what computes."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    """Returns the commit, with -dirty and a digest of the changes if tracked files have changed since, and the versions
+    of what computes."""
+    git = ["git", "-C", str(ROOT)]
     try:
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+        describe = [*git, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        commit = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
+        if commit.endswith("-dirty"):
+            changes = subprocess.run([*git, "diff", "HEAD"], capture_output=True).stdout
+            commit += f"-{hashlib.sha256(changes).hexdigest()[:8]}"
     except FileNotFoundError:
         commit = ""
     versions = {}
@@ -160,14 +176,27 @@ def is_over(run, replay):
     return read_record(run).get("exit") is not None
 
 
-def begin(run, now):
-    """Writes the run's record before its first start. A run that goes on at another commit has both."""
-    new = {"arm": run.arm, "config": run.config, "exit": None, "cause": ""}
+def begin(run, config, replay):
+    """Writes the run's record before each start. A run that goes on at another commit, or with other versions, has
+    both. Raises RunError with CONFIG if config.toml has changed since the study began."""
+    found = read_config(config, [*run.overrides, *run.own], replay)
+    changed = [key for key in found if found[key] != run.config.get(key)]
+    what = f"{config} has changed since this study began, in {', '.join(changed)}: give the command again"
+    require(not changed, CONFIG, what)
+    now = provenance()
+    new = {"arm": run.arm, "config": run.config, "exit": None, "cause": "", "starts": 0}
     record = read_record(run) or new | now
-    if now["commit"] not in record["commit"].split(", "):
-        record["commit"] += f", {now['commit']}"
+    record["starts"] += 1
+    record["commit"] = together(record["commit"], now["commit"])
+    for package, number in now["versions"].items():
+        record["versions"][package] = together(record["versions"].get(package, number), number)
     (run.path / "logs").mkdir(parents=True, exist_ok=True)
     write(run.path / RECORD, json.dumps(record))
+
+
+def together(known, new):
+    """ "A, B" of "A" and "B"."""
+    return known if new in known.split(", ") else f"{known}, {new}"
 
 
 def start(run, config, replay, slot, jobs, gpus):
@@ -207,6 +236,8 @@ def settle(run, code):
     """Records how a run ended. An exit code that is for the user to mend, or a signal's, ends this program as well."""
     cause = cause_of(run) if code else ""
     if code and code not in ENDED_BY_ITSELF:
+        if not (run.path / "metrics.jsonl").exists():  # it has trained nothing: its configuration may be mended
+            (run.path / RECORD).unlink()
         print(f"[compare] {run.path.name} ended with exit code {code}: {cause}", file=sys.stderr)
         sys.exit(code)
     record = read_record(run) | {"exit": code, "cause": cause}
@@ -224,7 +255,6 @@ def run_all(config, waiting, cfg, replay, jobs, gpus):
     running = {}  # {slot: (run, process)}
     tried_again = set()
     is_ready = False  # for several at once
-    now = provenance()
     try:
         while waiting or running:
             is_ready = is_ready or replay or jobs == 1 or is_made(cfg)
@@ -232,15 +262,15 @@ def run_all(config, waiting, cfg, replay, jobs, gpus):
             while waiting and len(running) < limit:
                 run = waiting.pop(0)
                 slot = min(set(range(jobs)) - set(running))
-                begin(run, now)
+                begin(run, config, replay)
                 running[slot] = (run, start(run, config, replay, slot, jobs, gpus))
             time.sleep(0.2)
             for slot, (run, process) in list(running.items()):
                 if process.poll() is None:
                     continue
                 del running[slot]
-                code = process.returncode if process.returncode >= 0 else DIED
-                if code == DIED and run.path not in tried_again:
+                code = process.returncode if process.returncode >= 0 else 128 - process.returncode
+                if (code == DIED or code > 128) and run.path not in tried_again:
                     tried_again.add(run.path)
                     waiting.insert(0, run)
                     print(f"[compare] {run.path.name} died, {cause_of(run)}: trying once more", flush=True)
@@ -280,18 +310,31 @@ def lock(out):
 # --- the figures of a run ---------------------------------------------------------------------------------------------
 
 
-def evaluation_curve(evals):
-    """Returns [(step, mean reward)] of evaluations, averaged over the environments. A step that lacks one of them,
-    since the run ended just then, is left out."""
-    by_step = {}
-    for line in evals:
-        by_step.setdefault(line["step"], []).append(line["reward/mean"])
-    num_envs = len({line["env"] for line in evals})
+def by_round(evals, num_envs):
+    """Returns [the lines of an evaluation, one for each environment], in order. The last one is left out if the run
+    ended before it had all of them. Environments are evaluated one after the other, and the later ones perhaps at the
+    next version: their steps may differ."""
+    by_env = {}
+    for line in sorted(evals, key=lambda line: line["step"]):
+        by_env.setdefault(line["env"], []).append(line)
+    return list(zip(*by_env.values())) if len(by_env) == num_envs else []
+
+
+def evaluation_curve(rounds):
+    """Returns [(step, mean reward)] of evaluations, averaged over the environments."""
     points = []
-    for step, rewards in sorted(by_step.items()):
-        if len(rewards) == num_envs:
-            points.append((step, float(np.mean(rewards))))
+    for found in rounds:
+        step = max(line["step"] for line in found)
+        points.append((step, float(np.mean([line["reward/mean"] for line in found]))))
     return points
+
+
+def row_margin(rounds):
+    """Returns half the width of the 95 % interval of what the last evaluation gained on the first, over their rows."""
+    differences = []
+    for first, last in zip(rounds[0], rounds[-1]):
+        differences += [b - a for a, b in zip(first["rows"], last["rows"]) if None not in (a, b)]
+    return half_width(differences) or 0.0
 
 
 def area(points, last):
@@ -302,37 +345,39 @@ def area(points, last):
     return float(np.trapezoid(scores, steps)) / span if span else scores[-1]
 
 
-def is_collapsed(scores, final):
-    """Whether a run ended below half of its best score, or below its first."""
+def is_collapsed(scores, final, margin):
+    """Whether a run ended below half of its best score, or below its first by more than chance."""
     best = max(scores)
-    return final < best - abs(best) / 2 or final < scores[0]
+    return (best > 0 and final < best / 2) or final < scores[0] - margin
 
 
-def score_figures(points, num_last, num_steps, threshold):
+def score_figures(points, num_last, num_steps, threshold, margin):
     """Returns the figures of a curve. Its score is the mean of its last points."""
     scores = [score for _, score in points]
     final = float(np.mean(scores[-num_last:])) if points else None
     found = {"score": final, "first": None, "best": None, "area": None, "collapsed": False}
     if points:
         found |= {"first": scores[0], "best": max(scores), "area": area(points, num_steps)}
-        found["collapsed"] = is_collapsed(scores, final)
+        found["collapsed"] = is_collapsed(scores, final, margin)
     reached = [step for step, score in points if score >= threshold]
     found["steps_to_threshold"] = min(reached, default=None)
     return found
 
 
-def figures(metrics, evals, num_steps, threshold):
+def figures(metrics, evals, num_envs, num_steps, threshold):
     """Returns the figures of a run, and the points of its curve: of training rewards if there are no evaluations."""
-    points = evaluation_curve(evals)
+    rounds = by_round(evals, num_envs)
+    points = evaluation_curve(rounds)
     is_evaluated = bool(points)
     num_last = 1
+    margin = row_margin(rounds) if rounds else math.inf
     if not points:
         points = [(line["version"], line["reward/mean"]) for line in metrics if "reward/mean" in line]
         num_last = math.ceil(len(points) / 10)
     found = {"steps": len(metrics), "max_steps": num_steps, "has_evaluations": is_evaluated}
-    last = points[-1][0] if is_evaluated else None
-    found["lost"] = sum(line.get("errors", 0) for line in evals if line["step"] == last)
-    found |= score_figures(points, num_last, num_steps, threshold)
+    found["score_step"] = points[-1][0] if points else None
+    found["lost"] = sum(line.get("errors", 0) for line in rounds[-1]) if rounds else 0
+    found |= score_figures(points, num_last, num_steps, threshold, margin)
     columns = {}
     for name, key in COLUMNS.items():
         columns[name] = [line[key] for line in metrics if key in line]
@@ -369,8 +414,10 @@ def read_results(runs, threshold):
     for run in sorted(runs, key=lambda run: (arms.index(run.arm), run.seed)):
         metrics = list(Lines(run.path / "metrics.jsonl").new())
         evals = list(Lines(run.path / "eval.jsonl").new())
-        found, points = figures(metrics, evals, int(run.config["max_steps"]), threshold)
+        num_envs = len(tomllib.loads(f"env = {run.config['env']}")["env"])
+        found, points = figures(metrics, evals, num_envs, int(run.config["max_steps"]), threshold)
         record = read_record(run)
+        found["time"]["starts"] = record.get("starts", 1)
         line = {"arm": run.arm, "seed": run.seed, "overrides": run.overrides}
         line["differs"] = {key: run.config.get(key) for key in differing}
         line |= {key: record.get(key) for key in ("exit", "cause", "commit", "versions")}
@@ -400,6 +447,7 @@ def finished_runs(words):
         for path in paths:
             config = values_in((path / "config.toml").read_text())
             runs.append(Run(name, int(config["seed"]), path, [], [], config))
+    runs = list({(run.arm, run.path): run for run in runs}.values())  # patterns may overlap
     places = {}
     for run in runs:
         other = places.setdefault((run.arm, run.seed), run.path)
@@ -410,6 +458,10 @@ def finished_runs(words):
 def study(args, out, arms):
     """Runs what is not finished yet. Returns all runs."""
     runs = make_runs(args.config, arms, args.overrides, args.seeds, out, args.replay)
+    others = {path.parent for path in out.glob(f"*/{RECORD}")} - {run.path for run in runs}
+    names = ", ".join(sorted(path.name for path in others))
+    what = f"{out} has other runs, {names}, which the table would lose: choose another --out, or compare with --runs"
+    require(not others, CONFIG, what)
     waiting = [run for run in runs if not is_over(run, args.replay)]
     machine = look_around(arms[0].cfg, [], "")
     jobs = args.jobs or (1 if machine.gpus else max(1, machine.cpus // 2))

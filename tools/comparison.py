@@ -16,9 +16,9 @@ from tools.show import with_interval
 Result = namedtuple("Result", "line points")
 
 LEGEND = """score: {score}, with the 95 % interval of its mean over seeds (Student's t). Medians of the runs: steps and
-seconds to the threshold (a run that never gets there counts as later than all others; seconds of training, without the
-start), area (mean height of the curve), KL (sampler || policy), and entropy kept (last / first). collapsed: ended below
-half of its best score, or below its first."""
+seconds to the threshold (a run that never gets there counts as later than all others; seconds from the first step on,
+too few if a run was interrupted), area (mean height of the curve), KL (sampler || policy), and entropy kept (last /
+first). collapsed: ended below half of its best score, or below its first by more than the 95 % interval over rows."""
 REPLAY_LEGEND = """Means over the steps, with the 95 % interval over seeds (Student's t). Losses of different functions
 are not comparable."""
 HOLM = """p is corrected for {num} comparisons (Holm), and a difference is claimed if p is below 0.05; the intervals
@@ -65,30 +65,39 @@ def holm(p_values):
 def compare_pairs(scores):
     """Returns a sentence for each pair of arms: all pairs of up to four arms, otherwise the first arm with each other.
 
-    scores: {arm: {seed: score}}."""
+    scores: {arm: {seed: score}}; a score is None if the run has none. A claim is made of pairs that have all of them:
+    those that are left may be the better ones."""
     pairs = list(itertools.combinations(scores, 2))
     if len(scores) > 4:
         pairs = pairs[: len(scores) - 1]
     differences = []
+    missing = []
     for one, other in pairs:
         shared = sorted(scores[one].keys() & scores[other].keys())
-        differences.append([scores[one][seed] - scores[other][seed] for seed in shared])
+        both = [(scores[one][seed], scores[other][seed]) for seed in shared]
+        known = [a - b for a, b in both if None not in (a, b)]
+        differences.append(known)
+        missing.append(len(both) - len(known))
     corrected = holm([p_value(values) for values in differences])
-    return [verdict(*pair, values, p) for pair, values, p in zip(pairs, differences, corrected)]
+    return [verdict(*pair, *found) for pair, *found in zip(pairs, differences, corrected, missing)]
 
 
-def verdict(one, other, differences, p):
-    """Says what may be claimed of two arms. differences: those of their scores, by seed; p: corrected."""
+def verdict(one, other, differences, p, num_missing):
+    """Says what may be claimed of two arms. differences: those of their scores, by seed; p: corrected; num_missing:
+    seeds for which one of them has a run without a score."""
     if not differences:
         return f"{one} and {other}: no seed has a score in both"
     mean, half = interval(differences)
     if half is None:
         return f"{one} and {other}: one run shows nothing ({mean:+.3f})"
     about = f"{len(differences)} seeds, p = {p:.2g}"
+    if num_missing:
+        shown = with_interval(mean, half)
+        return f"{one} and {other}: nothing can be claimed, {num_missing} more seeds lack a score ({shown}; {about})"
     if p < 0.05:
         better, worse = (one, other) if mean > 0 else (other, one)
         return f"**{better} is better than {worse}** by {with_interval(abs(mean), half)} ({about})"
-    if mean and not has_spread(differences):
+    if abs(mean) > 1e-9 and not has_spread(differences):
         return f"{one} and {other}: all {len(differences)} differences are {mean:+.3f}, which gives no interval"
     return f"{one} and {other}: no difference can be claimed ({with_interval(mean, half)}; {about})"
 
@@ -119,6 +128,18 @@ def mean_cell(values):
     return with_interval(*interval(known)) + missing
 
 
+def small_cell(values):
+    """Returns the mean of what is known, which may be a tiny number, with its interval. Replays of different seeds have
+    equal numbers if nothing in them is drawn."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    mean, half = interval(known)
+    if half is None:
+        return f"{mean:.3g}"
+    return f"{mean:.3g} +- {half:.2g}" if has_spread(known) else f"{mean:.3g}, equal in all runs"
+
+
 def by_arm(results):
     """Returns {arm: its lines}."""
     arms = {}
@@ -138,9 +159,9 @@ COLUMNS = {  # {title: (figure of a run, how those of an arm are shown)}
     "ended by itself": ("ended", sum),
 }
 REPLAY_COLUMNS = {
-    "loss": ("mean_loss", mean_cell),
-    "KL": ("mean_kl", mean_cell),
-    "gradient norm": ("mean_grad_norm", mean_cell),
+    "loss": ("mean_loss", small_cell),
+    "KL": ("mean_kl", small_cell),
+    "gradient norm": ("mean_grad_norm", small_cell),
     "entropy kept": ("entropy_kept", median_cell),
     "ended by itself": ("ended", sum),
 }
@@ -165,10 +186,11 @@ def notes(results):
         who = f"{line['arm']}, seed {line['seed']}"
         if line["ended"]:
             text = f"{who} ended at step {line['steps']} of {line['max_steps']}, exit code {line['exit']}:"
-            score = "" if line["score"] is None else " What it had then counts as its score."
+            score = "" if line["score"] is None else f" Its score is the last one, of version {line['score_step']}."
             found.append(f"{text} {line['cause']}.{score} To run it again, remove its directory.")
         elif line["exit"] is None:
-            found.append(f"{who} is not finished: it has {line['steps']} of {line['max_steps']} steps.")
+            steps = f"{line['steps']} of {line['max_steps']} steps"
+            found.append(f"{who} is not finished: it has {steps}, and is in nothing above.")
         if line["lost"]:
             found.append(
                 f"Warning: {who}: {line['lost']} rollouts of its last evaluation were lost and count in no mean."
@@ -191,9 +213,13 @@ def warnings(results):
             inside |= {key for key, _ in unlike_first}
         if inside:
             found.append(f"Warning: runs of {name} differ among themselves in {', '.join(sorted(inside))}.")
-    commits = {line["commit"] or "unknown" for line, _ in results}
-    if len(commits) > 1:
-        found.append(f"Warning: the runs are of different commits: {'; '.join(sorted(commits))}.")
+    origins = {}
+    for line, _ in results:
+        for name, text in ((line["versions"] or {}) | {"this project": line["commit"] or "unknown"}).items():
+            origins.setdefault(name, set()).update(text.split(", "))
+    for name, versions in origins.items():
+        if len(versions) > 1:
+            found.append(f"Warning: the runs are of different versions of {name}: {', '.join(sorted(versions))}.")
     kinds = {line["has_evaluations"] for line, points in results if points}
     if len(kinds) > 1:
         found.append("Warning: only some runs have evaluations; the scores of the others are training rewards.")
@@ -207,6 +233,7 @@ def as_line(text):
 
 def report(title, results, threshold, is_replay):
     """Returns the text of compare.md."""
+    finished = [result for result in results if result.line["exit"] is not None]
     arms = by_arm(results)
     score = "mean reward of the last evaluation"
     if not any(line["has_evaluations"] for line, _ in results):
@@ -214,14 +241,14 @@ def report(title, results, threshold, is_replay):
     legend = REPLAY_LEGEND if is_replay else LEGEND.format(score=score)
     keys = ", ".join(results[0].line["differs"]) or "none"
     columns = REPLAY_COLUMNS if is_replay else COLUMNS
-    parts = [f"# {title}", table(results, columns, threshold), f"{as_line(legend)}\nKeys in which runs differ: {keys}."]
+    about = f"{as_line(legend)}\nKeys in which runs differ: {keys}."
+    parts = [f"# {title}", table(finished, columns, threshold), about]
     if max(map(len, arms.values())) < 2:
         parts.append("One run shows nothing: give --seeds 5.")
     if len(arms) > 1 and not is_replay:
         scores = {}
         for name, lines in arms.items():
-            known = [line for line in lines if line["score"] is not None]
-            scores[name] = {line["seed"]: line["score"] for line in known}
+            scores[name] = {line["seed"]: None if line["exit"] is None else line["score"] for line in lines}
         sentences = compare_pairs(scores)
         text = "Differences of scores, paired by seed, with 95 % intervals (Student's t)."
         if len(sentences) > 1:
@@ -251,7 +278,8 @@ def draw(results, out):
 
     fig, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, style in zip(by_arm(results), STYLES * len(results)):
-        curves = [points for line, points in results if line["arm"] == name and points]
+        own = [result for result in results if result.line["arm"] == name and result.line["exit"] is not None]
+        curves = [points for _, points in own if points]
         first = max((points[0][0] for points in curves), default=0)
         steps = sorted({step for points in curves for step, _ in points if step >= first})
         means = []

@@ -47,7 +47,7 @@ def report_changes(run_dir, text):
     for key in changed:
         say(f"run: {key} was {old[key]}, now {new[key]}")
     refused = {"trainer.loss", "trainer.advantage"} & set(changed)
-    has_begun = any(run_dir.glob("batches/step_*"))
+    has_begun = any(run_dir.glob("batches/*.safetensors"))
     is_allowed = new["allow_changes"] == "true" or not has_begun
     remedy = "choose another run_name, or set allow_changes"
     require(is_allowed or not refused, CONFIG, f"{run_dir} began with another {sorted(refused)}: {remedy}")

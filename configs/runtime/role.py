@@ -94,12 +94,15 @@ def place_of(error):
 
 
 def exit_code(error, text):
-    """The code that an error carries if it is one of ours; STORAGE for a failing disk; otherwise DIED."""
+    """The code that an error carries if it is one of ours; STORAGE for a failing disk; DATA for a mistake in the user's
+    code; otherwise DIED."""
     code = getattr(error, "code", None)
     if code in (CONFIG, DATA, NUMERICS, STORAGE):
         return code
-    # safetensors has the system's error number in the text alone.
-    return STORAGE if re.search(STORAGE_ERRORS, text) else DIED
+    if re.search(STORAGE_ERRORS, text):  # safetensors has the system's error number in the text alone
+        return STORAGE
+    is_mistake = isinstance(error, LookupError | TypeError | ValueError | AttributeError | NameError)
+    return DATA if is_mistake and place_of(error) else DIED
 
 
 def run_role(role, module=None):
@@ -124,7 +127,7 @@ def run_role(role, module=None):
             text += place_of(error)
         report(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
         with suppress(OSError):  # a full disk must not change the code
-            if code == DIED:
+            if not isinstance(error, RunError):
                 sys.__excepthook__(type(error), error, error.__traceback__)
             print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
     os._exit(code)  # not sys.exit: threads that wait for a dead peer would hold the process
