@@ -358,13 +358,16 @@ def collate(sequences, device):
     # 1. Token ids, padded to a common width, and which of them are loss tokens.
     tokens = [s["tokens"] for s in sequences]
     lens = [len(ids) for ids in tokens]
-    weights = {name: torch.cat([s[name] for s in sequences]) for name in WEIGHTS}
+    weights = {}
+    for name in WEIGHTS:
+        weights[name] = torch.cat([s[name] for s in sequences])
     is_loss_T = has_weight(weights)
     if not is_loss_T.any():
         is_loss_T[-1] = True
     multiple, _ = PADDING[device.type]
     ids_BW = pad(tokens, multiple)
-    is_loss_BW = pad(is_loss_T.split(lens), multiple)
+    are_loss = is_loss_T.split(lens)
+    is_loss_BW = pad(are_loss, multiple)
     # 2. Where they are.
     row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
     micro = {"ids_BW": ids_BW.long()}

@@ -127,7 +127,7 @@ def run_role(role, module=None):
             text += place_of(error)
         report(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
         with suppress(OSError):  # a full disk must not change the code
-            if not isinstance(error, RunError):
+            if code == DIED or (code == DATA and not hasattr(error, "code")):
                 sys.__excepthook__(type(error), error, error.__traceback__)
             print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
     os._exit(code)  # not sys.exit: threads that wait for a dead peer would hold the process
