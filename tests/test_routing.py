@@ -195,6 +195,7 @@ def test_two_ranks_are_one(mixture, make_cfg, tmp_path):
     assert np.allclose(*finals, rtol=1e-5), finals
 
 
+@pytest.mark.long
 def test_a_whole_run(mixture, tmp_path):
     """By launch.sh, with a server that says which experts it took: nothing differs at version 0, over several turns.
     The fake server cannot split experts as vLLM does, so it keeps the weights that it has."""
