@@ -9,7 +9,7 @@ import re
 import sys
 import tomllib
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from contextlib import suppress
 from difflib import SequenceMatcher
 from importlib import import_module
@@ -20,7 +20,6 @@ from configs.runtime.directory import redacted
 from configs.runtime.role import CONFIG, RunError, place_of, require
 
 HERE = Path(__file__).resolve().parent
-TABLES = ("run", "env", "orchestrator", "sampling", "teacher", "inference", "trainer", "eval", "checkpoint")
 # Tables whose keys are not ours to know.
 OPEN = {"env.args", "inference.args", "orchestrator.curriculum", "orchestrator.sampling.chat_template_kwargs"}
 OPEN |= {"trainer.loss_args", "trainer.importance_args", "orchestrator.order_args"}
@@ -140,12 +139,11 @@ def resolve(given, path, replay):
                 values[key] = str(file.absolute())
     shared = {key: value for key, value in flat.items() if not key.startswith("env.")}
     cfg = Namespace(flat=shared, replay=replay and replay.resolve())
-    for table in TABLES:
-        fields = {}
-        for key, value in values.items():
-            *_, owner, field = f"run.{key}".split(".")
-            if owner == table:
-                fields[field] = value
+    tables = defaultdict(dict)
+    for key, value in values.items():
+        *_, table, field = f"run.{key}".split(".")
+        tables[table][field] = value
+    for table, fields in tables.items():
         setattr(cfg, table, namedtuple(table, fields)(**fields))
     # In 16 bits merging LoRA would round early updates away. In fp32 it is exact, and vLLM samples faster without it.
     cfg.sends_adapters = cfg.trainer.use_lora and cfg.trainer.dtype != "fp32"
