@@ -188,9 +188,10 @@ def check(flat):
     must(bool, "model env.id trainer.lora_target_modules", "given")
     above_0 = "env.ratio max_seq_len prepare_timeout inference.gpus orchestrator.batch_size orchestrator.max_concurrent"
     above_0 += " orchestrator.generation_timeout orchestrator.sampling.max_tokens orchestrator.sampling.temperature"
-    above_0 += " orchestrator.sampling.repetition_penalty eval.rollouts_per_example eval.hold_s checkpoint.keep"
-    above_0 += " trainer.gpus trainer.learning_rate trainer.max_grad_norm trainer.updates_per_batch trainer.minibatches"
-    above_0 += " trainer.micro_batch_size trainer.lora_rank trainer.lora_alpha trainer.replicas trainer.sync_timeout_s"
+    above_0 += " orchestrator.sampling.top_p orchestrator.sampling.repetition_penalty eval.rollouts_per_example eval.hold_s"
+    above_0 += " checkpoint.keep trainer.gpus trainer.learning_rate trainer.max_grad_norm trainer.updates_per_batch"
+    above_0 += " trainer.minibatches trainer.micro_batch_size trainer.lora_rank trainer.lora_alpha trainer.replicas"
+    above_0 += " trainer.sync_timeout_s"
     must(lambda x: x > 0, above_0, "above 0")
     must(lambda x: x >= 1, "watchdog inference.startup_timeout orchestrator.oversampling_factor", "at least 1")
     must(lambda x: x >= 2, "orchestrator.rollouts_per_example", "at least 2")
@@ -205,7 +206,6 @@ def check(flat):
     must(lambda x: x <= 65535, "inference.port", "at most 65535")
     must(lambda x: x <= 999999, "max_steps", "at most 999999: names of files have six digits")
     must(lambda x: x < 2**32, "seed", "at most 4294967295, as numpy's are")
-    must(lambda x: x > 0, "orchestrator.sampling.top_p", "above 0")
     must(lambda x: len(x) <= 4 and all(x), "orchestrator.sampling.stop", "at most four strings, none of them empty")
     seconds = "watchdog prepare_timeout inference.startup_timeout trainer.sync_timeout_s"
     must(lambda x: x <= 1e9, seconds, "at most 1000000000")
