@@ -186,12 +186,14 @@ def check(flat):
 
     # 1. Ranges.
     must(bool, "model env.id trainer.lora_target_modules", "given")
-    above_0 = "env.ratio max_seq_len prepare_timeout inference.gpus orchestrator.batch_size orchestrator.max_concurrent"
-    above_0 += " orchestrator.generation_timeout orchestrator.sampling.max_tokens orchestrator.sampling.temperature"
-    above_0 += " orchestrator.sampling.top_p orchestrator.sampling.repetition_penalty eval.rollouts_per_example eval.hold_s"
-    above_0 += " checkpoint.keep trainer.gpus trainer.learning_rate trainer.max_grad_norm trainer.updates_per_batch"
-    above_0 += " trainer.minibatches trainer.micro_batch_size trainer.lora_rank trainer.lora_alpha trainer.replicas"
-    above_0 += " trainer.sync_timeout_s"
+    above_0 = """
+        max_seq_len prepare_timeout env.ratio inference.gpus eval.rollouts_per_example eval.hold_s checkpoint.keep
+        orchestrator.batch_size orchestrator.max_concurrent orchestrator.generation_timeout
+        orchestrator.sampling.max_tokens orchestrator.sampling.temperature orchestrator.sampling.top_p
+        orchestrator.sampling.repetition_penalty
+        trainer.gpus trainer.replicas trainer.learning_rate trainer.max_grad_norm trainer.updates_per_batch
+        trainer.minibatches trainer.micro_batch_size trainer.lora_rank trainer.lora_alpha trainer.sync_timeout_s
+    """
     must(lambda x: x > 0, above_0, "above 0")
     must(lambda x: x >= 1, "watchdog inference.startup_timeout orchestrator.oversampling_factor", "at least 1")
     must(lambda x: x >= 2, "orchestrator.rollouts_per_example", "at least 2")
