@@ -198,6 +198,11 @@ def checked_score(function, result):
     return finite(function, reward), numbers
 
 
+def weight_at(weight, step):
+    """A weight's value at a step; it may be a number or a function."""
+    return finite(weight, weight(step) if callable(weight) else weight)
+
+
 class Rubric:
     """Reward = sum of weight x function, over `funcs` and over those in `rubrics`, whose own score is not called.
 
@@ -223,12 +228,9 @@ class Rubric:
         metrics = {}
         for func, weight, objects in self.parts:
             value = finite(func, await call(func, **state | objects | {"state": state}))
-            reward += value * self.weight_at(weight, state["step"])
+            reward += value * weight_at(weight, state["step"])
             metrics[name_of(func)] = value
         return reward, metrics
-
-    def weight_at(self, weight, step):
-        return finite(weight, weight(step) if callable(weight) else weight)
 
     async def score_group(self, states):
         """HACK HERE, after score, for the rollouts of a row: [(number to add, {function: value}) for each], or []."""

@@ -20,18 +20,13 @@ rubric = AgentRubric([solved, polite])               # a single number belongs t
 import copy
 from itertools import islice
 
-from env import Rubric, call, ensure, finite, name_of, parameters
+from env import Rubric, call, ensure, finite, name_of, parameters, weight_at
 
 PLURALS = {"prompts", "completions", "answers", "infos", "tasks", "states"}
 
 
 def sees_group(func):
     return not PLURALS.isdisjoint(parameters(func))
-
-
-def weight_at(weight, step):
-    """A weight's value at a step; it may be a number or a function."""
-    return float(weight(step) if callable(weight) else weight)
 
 
 class GroupRubric(Rubric):
