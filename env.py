@@ -265,8 +265,8 @@ class SingleTurnEnv:
         state = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}}
         state |= {"tools": self.tools, "completion": [], "turn": 0, "step": 0}
         state = copy.deepcopy(state)  # a rollout may change its own
-        task = row.get("task", row)
-        return state | {"task": dict(task) if isinstance(task, dict) else task, "parser": self.parser}
+        task = copy.copy(row.get("task", row))
+        return state | {"task": task, "parser": self.parser}
 
     async def rollout(self, state, generate):
         """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""
