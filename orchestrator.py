@@ -442,7 +442,7 @@ def unusable(rollouts):
 def deal(ratios):
     """Environment of slot 0, 1, 2, ... of all batches: the one furthest below its share."""
     total = sum(ratios.values())
-    given = dict.fromkeys(ratios, 0)
+    given = Counter()
     for slot in itertools.count(1):
         behind = {name: ratio / total * slot - given[name] for name, ratio in ratios.items()}
         name = max(behind, key=behind.get)
