@@ -101,7 +101,7 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
     body = cfg.sampling._asdict() | override
     most = body["max_tokens"]
-    body |= dict(own)
+    body |= own
     body["max_tokens"] = min(most, body["max_tokens"])
     del body["allow_biased_sampling"]
     template_kwargs = body.pop("chat_template_kwargs")
@@ -121,10 +121,11 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
         body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
         reply = await client.post(group, "/v1/chat/completions", body)
         choice = reply["choices"][0]
+        sent = choice["message"]
         if stop_string(choice):
-            choice["message"]["content"] = (choice["message"]["content"] or "") + stop_string(choice)
+            sent["content"] = (sent["content"] or "") + stop_string(choice)
         # All of it: what vLLM's parsers took out of the content belongs in the next prompt, too.
-        message = {key: value for key, value in choice["message"].items() if value}
+        message = {key: value for key, value in sent.items() if value}
         message.setdefault("content", "")
         prompt_ids = reply.pop("prompt_token_ids")
         logps = [token["logprob"] for token in choice.pop("logprobs")["content"]]
