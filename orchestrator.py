@@ -432,9 +432,8 @@ def has_weight(rollouts, names):
 def unusable(rollouts):
     """Why there is nothing to train on in a group, or ""."""
     scored = [r for r in rollouts if r.reward is not None]
-    is_trained = has_weight(scored, WEIGHTS)
     if len(scored) > 1:
-        return "" if is_trained else "empty"
+        return "" if has_weight(scored, WEIGHTS) else "empty"
     if any(r.error for r in rollouts):
         return "failed"
     return "long" if any(r.truncated for r in rollouts) else "empty"
