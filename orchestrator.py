@@ -629,9 +629,10 @@ def rollout_metrics(groups, sequences):
     metrics |= errors | {"rollout/num": len(rollouts), "rollout/errors": errors.total()}
     metrics |= means([r.metrics for r in rollouts], "reward/")
     metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
-    metrics["rollout/turns"] = np.mean([r.num_turns for r in rollouts])
-    metrics["rollout/tokens"] = np.mean([r.num_tokens for r in rollouts])
-    metrics["rollout/truncated"] = np.mean([r.truncated for r in rollouts])
+    sizes = []
+    for r in rollouts:
+        sizes.append({"turns": r.num_turns, "tokens": r.num_tokens, "truncated": r.truncated})
+    metrics |= means(sizes, "rollout/")
     metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
     return metrics | {"staleness/mean": np.mean(staleness), "staleness/max": max(staleness)}
 
