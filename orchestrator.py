@@ -442,11 +442,12 @@ def unusable(rollouts):
 def deal(ratios):
     """Environment of slot 0, 1, 2, ... of all batches: the one furthest below its share."""
     total = sum(ratios.values())
-    given = Counter()
-    for slot in itertools.count(1):
-        behind = {name: ratio / total * slot - given[name] for name, ratio in ratios.items()}
-        name = max(behind, key=behind.get)
-        given[name] += 1
+    owed = Counter()
+    while True:
+        for name, ratio in ratios.items():
+            owed[name] += ratio
+        name = max(owed, key=owed.get)
+        owed[name] -= total
         yield name
 
 
