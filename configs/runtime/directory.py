@@ -62,13 +62,12 @@ def redacted(value):
     """A copy that is fit for the disk: strings that are named like secrets are hidden, tables sorted, dates text."""
 
     def hide(table):
-        hidden = {}
-        for key, item in sorted(table.items()):
-            is_secret = re.fullmatch(SECRET, key) and isinstance(item, str | list)
-            hidden[key] = "REDACTED" if is_secret else item
-        return hidden
+        for key, item in table.items():
+            if re.fullmatch(SECRET, key) and isinstance(item, str | list):
+                table[key] = "REDACTED"
+        return table
 
-    return json.loads(json.dumps(value, default=str), object_hook=hide)
+    return json.loads(json.dumps(value, default=str, sort_keys=True), object_hook=hide)
 
 
 def cut_lines(path, end):
