@@ -66,8 +66,9 @@ def load_config(path, overrides=(), replay=None):
 
     given = vf_rl.translate(given)
     # 3. One configuration for each [[env]]; the first gets all environments. An override holds for each of them.
-    resolved = [resolve(overridden(env, given), origin, replay) for env in envs]
+    resolved = [resolve(overridden(env, given), origin) for env in envs]
     cfg = resolved[0]
+    cfg.replay = replay and replay.resolve()
     cfg.env = [other.env for other in resolved]
     cfg.flat["env"] = [env._asdict() for env in cfg.env]
     names = {env.name for env in cfg.env}
@@ -121,7 +122,7 @@ def to_toml(cfg):
 DEFAULTS = flatten(tomllib.loads((HERE / "defaults.toml").read_text()))  # {dotted key: value}
 
 
-def resolve(given, path, replay):
+def resolve(given, path):
     """Returns the checked configuration with all keys, from {dotted key: value} with one environment."""
     given = {key: checked(key, value) for key, value in given.items()}
     flat = merged(DEFAULTS | {"origin": str(path)}, given)
@@ -138,7 +139,7 @@ def resolve(given, path, replay):
             if flat[key] and file.exists():
                 values[key] = str(file.absolute())
     shared = {key: value for key, value in flat.items() if not key.startswith("env.")}
-    cfg = Namespace(flat=shared, replay=replay and replay.resolve())
+    cfg = Namespace(flat=shared)
     tables = defaultdict(dict)
     for key, value in values.items():
         *_, table, field = f"run.{key}".split(".")
