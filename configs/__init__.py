@@ -246,24 +246,23 @@ def check_pairs(flat):
     """Raises RunError with CONFIG unless every key goes with the others."""
     flat = flat | {f"inference.args.{flag}": value for flag, value in flat["inference.args"].items()}
 
-    def together(is_right, key, must, other):
-        require(is_right, CONFIG, f"key {key!r} = {flat[key]!r}: must be {must} {other} = {flat.get(other)!r}")
+    def together(is_right, keys, condition, other):
+        value = flat.get(other)
+        for key in keys.split():
+            what = f"key {key!r} = {flat[key]!r}: must be {condition} {other} = {value!r}"
+            require(is_right(flat[key], value), CONFIG, what)
 
-    group = flat["orchestrator.rollouts_per_example"]
-    is_multiple = flat["orchestrator.batch_size"] % group == 0
+    def is_multiple(x, y):  # y is anything, if it comes from inference.args
+        return type(y) is int and y > 0 and x % y == 0
+
     together(is_multiple, "orchestrator.batch_size", "a multiple of", "orchestrator.rollouts_per_example")
-    is_enough = flat["orchestrator.max_concurrent"] >= group
-    together(is_enough, "orchestrator.max_concurrent", "at least", "orchestrator.rollouts_per_example")
-    for key in ("orchestrator.sampling.max_tokens", "orchestrator.max_prompt_len", "eval.max_tokens"):
-        together(flat[key] < flat["max_seq_len"], key, "below", "max_seq_len")
-    is_shorter = flat["orchestrator.generation_timeout"] < flat["watchdog"]
-    together(is_shorter, "orchestrator.generation_timeout", "below", "watchdog")
-    parallel = flat["inference.args.tensor_parallel_size"]
-    is_multiple = type(parallel) is int and parallel > 0 and flat["inference.gpus"] % parallel == 0
     together(is_multiple, "inference.gpus", "a multiple of", "inference.args.tensor_parallel_size")
-    is_one = flat.get("inference.args.api_server_count", 1) == 1 or not flat["trainer.use_lora"]
+    together(lambda x, y: x >= y, "orchestrator.max_concurrent", "at least", "orchestrator.rollouts_per_example")
+    lengths = "orchestrator.sampling.max_tokens orchestrator.max_prompt_len eval.max_tokens"
+    together(lambda x, y: x < y, lengths, "below", "max_seq_len")
+    together(lambda x, y: x < y, "orchestrator.generation_timeout", "below", "watchdog")
     # Each API server knows only the adapters that it has loaded itself.
-    together(is_one, "trainer.use_lora", "false with", "inference.args.api_server_count")
+    together(lambda x, y: not x or y in (None, 1), "trainer.use_lora", "false with", "inference.args.api_server_count")
     # A key that would do nothing because of another one is refused, not ignored.
     for key, other in {
         "orchestrator.sampling.top_p": "orchestrator.sampling.allow_biased_sampling",
@@ -280,23 +279,20 @@ def check_pairs(flat):
         "teacher.frozen": "teacher.weight",
         "teacher.model": "teacher.base_url",
     }.items():
-        together(flat[key] == DEFAULTS[key] or flat[other], key, "left out without", other)
+        together(lambda x, y: x == DEFAULTS[key] or y, key, "left out without", other)
     for key, other in {
         "inference.sleep": "orchestrator.max_staleness",
         "trainer.head_dtype": "inference.args.hf_overrides",
     }.items():
-        together(not (flat[key] and flat.get(other)), key, "left out with", other)
-    is_plain = flat["orchestrator.sampling.temperature"] == 1 or not flat["teacher.weight"]
-    together(is_plain, "orchestrator.sampling.temperature", "1.0 with", "teacher.weight")
+        together(lambda x, y: not (x and y), key, "left out with", other)
+    together(lambda x, y: x == 1 or not y, "orchestrator.sampling.temperature", "1.0 with", "teacher.weight")
     has_base = flat["trainer.use_lora"] and flat["trainer.dtype"] != "fp32" and not flat["teacher.base_url"]
-    together(
-        has_base or not flat["teacher.frozen"], "teacher.frozen", "false unless LoRA in 16 bits, with", "trainer.dtype"
-    )
+    must = "false unless LoRA in 16 bits, with"
+    together(lambda x, _: has_base or not x, "teacher.frozen", must, "trainer.dtype")
     is_local = re.compile(r"(https?://)?(127\.0\.0\.1|localhost)(:\d+)?/?").fullmatch
-    for key in ("inference.urls", "trainer.sync_host"):
-        hosts = flat[key] if key == "inference.urls" else [flat[key]]
-        is_safe = flat["inference.allow_remote"] or all(map(is_local, hosts))
-        together(is_safe, key, "left out without", "inference.allow_remote")
+    must = "left out without"
+    together(lambda urls, remote: remote or all(map(is_local, urls)), "inference.urls", must, "inference.allow_remote")
+    together(lambda host, remote: remote or is_local(host), "trainer.sync_host", must, "inference.allow_remote")
 
 
 def not_found(name):
