@@ -129,6 +129,7 @@ def resolve(given, path):
     flat["run_name"] = flat["run_name"] or path.stem
     flat["env.name"] = flat["env.name"] or flat["env.id"]
     check(flat)
+    check_pairs(flat)
     # What the launcher found out about this machine belongs to this start alone, not into config.toml.
     values = flat | flatten(tomllib.loads(os.environ.get("ROLEMODEL_OVERRIDES", "")))
     # Absolute once: user code may change the working directory.
@@ -179,7 +180,7 @@ def nearest(key):
 
 
 def check(flat):
-    """Raises RunError with CONFIG unless every value is in its range and goes with the others."""
+    """Raises RunError with CONFIG unless every value is in its range."""
 
     def must(is_right, keys, condition):
         for key in keys.split():
@@ -226,8 +227,7 @@ def check(flat):
         "orchestrator.order": ("", "module:class"),
         "teacher.prompt": ("", "module:function"),
     }.items():
-        is_hook = words[-1].startswith("module:") and re.fullmatch(r"[^:]+:[^:]+", flat[key])
-        if is_hook:
+        if words[-1].startswith("module:") and re.fullmatch(r"[^:]+:[^:]+", flat[key]):
             problem = not_found(flat[key])
             require(not problem, CONFIG, f"key {key!r} = {flat[key]!r}: {problem}")
         else:
@@ -239,7 +239,6 @@ def check(flat):
         is_free = flag not in TAKEN.split() and re.fullmatch("[a-z0-9_]+", flag)
         what = "must be a flag of vLLM, written with _, that is not set by launch.sh"
         require(is_free, CONFIG, f"key 'inference.args.{flag}': {what}")
-    check_pairs(flat)
 
 
 def check_pairs(flat):
