@@ -630,9 +630,7 @@ def rollout_metrics(groups, sequences):
     metrics |= errors | {"rollout/num": len(rollouts), "rollout/errors": errors.total()}
     metrics |= means([r.metrics for r in rollouts], "reward/")
     metrics |= {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards)}
-    sizes = []
-    for r in rollouts:
-        sizes.append({"turns": r.num_turns, "tokens": r.num_tokens, "truncated": r.truncated})
+    sizes = [{"turns": r.num_turns, "tokens": r.num_tokens, "truncated": r.truncated} for r in rollouts]
     metrics |= means(sizes, "rollout/")
     metrics["rollout/forks"] = sum(len(r.sequences[1:]) for r in rollouts)
     return metrics | {"staleness/mean": np.mean(staleness), "staleness/max": max(staleness)}
