@@ -104,12 +104,12 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
     body |= own
     body["max_tokens"] = min(most, body["max_tokens"])
     del body["allow_biased_sampling"]
-    template_kwargs = body.pop("chat_template_kwargs")
     # A model's generation_config.json may have other penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
     body["model"] = configs.served_name(cfg, live)
     if isinstance(prompt, str):
+        del body["chat_template_kwargs"]
         body |= {"prompt": prompt, "logprobs": 0}
         reply = await client.post(group, "/v1/completions", body)
         choice = reply["choices"][0]
@@ -118,7 +118,7 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
         prompt_ids = choice.pop("prompt_token_ids")
         logps = choice.pop("logprobs")["token_logprobs"]
     else:
-        body |= {"messages": prompt, "tools": tools, "logprobs": True, "chat_template_kwargs": template_kwargs}
+        body |= {"messages": prompt, "tools": tools, "logprobs": True}
         reply = await client.post(group, "/v1/chat/completions", body)
         choice = reply["choices"][0]
         sent = choice["message"]
