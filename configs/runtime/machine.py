@@ -99,11 +99,13 @@ def checkpoint_size(model):
 
 def check_space(run_dir, cfg, size):
     """size: bytes of a checkpoint of full training."""
-    has_them = cfg.run.max_steps and not cfg.trainer.use_lora
-    is_one = not 0 < cfg.checkpoint.every < cfg.run.max_steps
+    num = 1  # at the end
+    if 0 < cfg.checkpoint.every < cfg.run.max_steps:
+        num = cfg.checkpoint.keep + 1
     existing = len(list(run_dir.glob("checkpoints/step_??????")))
-    num = max(1, (1 if is_one else cfg.checkpoint.keep + 1) - existing)
-    need = 0.1 + (num * size / 1e9 if has_them else 0)
+    need = 0.1
+    if cfg.run.max_steps and not cfg.trainer.use_lora:
+        need += max(1, num - existing) * size / 1e9
     free = free_gb(run_dir)
     text = f"{run_dir}: its disk has {free:.1f} GB left, and checkpoints will need {need:.1f} GB more"
     require(free > need, STORAGE, text)
