@@ -75,13 +75,11 @@ def end_with_parent():
 
 def first_cause(error):
     """The error inside torch's CheckpointException, which has one per rank, or inside asyncio's exception groups."""
-    while True:
-        if hasattr(error, "failures"):
-            error = next(iter(error.failures.values()))[0]
-        elif isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        else:
-            return error
+    if hasattr(error, "failures"):
+        return first_cause(next(iter(error.failures.values()))[0])
+    if isinstance(error, BaseExceptionGroup):
+        return first_cause(error.exceptions[0])
+    return error
 
 
 def place_of(error):
