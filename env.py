@@ -141,7 +141,8 @@ def check_row(row):
         row = row | {"prompt": without_none(row["prompt"])}
     prompt = row.get("prompt") or row.get("question")
     is_text = isinstance(prompt, str) and prompt
-    ensure(is_text or are_messages(row.get("prompt")), "needs a question (text) or a prompt (messages or text)")
+    is_talk = prompt and are_messages(row.get("prompt"))
+    ensure(is_text or is_talk, "needs a question (text) or a prompt (messages or text)")
     if "info" not in row:
         return row
     info = row["info"] or {}

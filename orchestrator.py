@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 import configs
-from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory
+from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory, write_config
 from configs.runtime.role import CONFIG, DATA, STORAGE, RunError, heartbeat, place_of, report, require, run_role
 from env import DataError, Truncated, call, checked_score, ensure, finite, load_environment
 
@@ -691,7 +691,7 @@ async def run(cfg):
     for name, env in envs.items():
         known = state.get(name)
         orders[name] = make_order(env.dataset, cfg, known, **o.order_args)
-    (run_dir / "config.toml").write_text(text)
+    write_config(run_dir, text)
     report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code

@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.core_model_loading import revert_weight_conversion
 
 import configs
-from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory
+from configs.runtime.directory import cut_lines, identity, refuse_other, report_changes, run_directory, write_config
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, STORAGE, RunError, heartbeat, require, run_role, say
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -1452,7 +1452,7 @@ def main(argv):
     step = resume(run_dir, policy, optimizer, cfg)
     if is_replay:
         require(step < last, CONFIG, f"{run_dir} has all {last} steps: choose another run_name, or remove it")
-        (run_dir / "config.toml").write_text(text)
+        write_config(run_dir, text)
     # 2. The servers get the weights: that makes version `step` live.
     sender = None
     if is_first and not is_replay:

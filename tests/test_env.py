@@ -357,7 +357,8 @@ def test_rows_come_from_lists_files_and_hugging_face(tmp_path):
     state = SingleTurnEnv(ROWS, system_prompt="S", few_shot=chat).start(ROWS[0])
     assert [m["content"] for m in state["prompt"]] == ["S", "q", "a", "2 + 2?"]
     needs = r"needs a question \(text\) or a prompt \(messages or text\)"
-    bad = {"is no dict": ["text"], needs: [{"answer": "1"}, {"question": 3}, {"prompt": [1]}, {"question": ""}],
+    empty = [{"answer": "1"}, {"question": 3}, {"prompt": [1]}, {"prompt": []}, {"question": ""}]
+    bad = {"is no dict": ["text"], needs: empty,
            "no dict": [{"question": "a", "info": [1]}], "Expecting": [{"question": "a", "info": "{"}]}  # fmt: skip
     for problem, row in [(problem, row) for problem, found in bad.items() for row in found]:
         with pytest.raises(DataError, match=rf"dataset\[2\].*{problem}"):

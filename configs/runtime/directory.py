@@ -53,6 +53,13 @@ def report_changes(run_dir, text):
     require(is_allowed or not refused, CONFIG, f"{run_dir} began with another {sorted(refused)}: {remedy}")
 
 
+def write_config(run_dir, text):
+    """Writes config.toml by a rename: a killed process leaves the old one or the new one."""
+    tmp = run_dir / "config.tmp"
+    tmp.write_text(text)
+    os.replace(tmp, run_dir / "config.toml")
+
+
 def values_in(text):
     """{key: value} of a config.toml, which has a line for each key."""
     return dict(line.split(" = ", 1) for line in text.rstrip("\n").split("\n"))  # values may have other line breaks
