@@ -454,18 +454,17 @@ def compute_advantages(groups, name):
     for group in groups:
         rewards_G = [rollout["reward"] for rollout in group]
         rewards.append(torch.tensor(rewards_G, dtype=torch.float64))
-    scale = 1.0
-    if name == "batch_std" and rewards:
-        scale = torch.cat(rewards).std(correction=0) + 1e-4
     advantages = []
     for rewards_G, group in zip(rewards, groups):
         adv_G = advantage(rewards_G, group)
         ensure_shape(f"trainer.advantage = {name!r}", adv_G, rewards_G.shape)
-        advantages.append(adv_G / scale)
-    if getattr(advantage, "over_batch", False) and advantages:
-        scale = torch.cat(advantages).std(correction=0) + 1e-4
-        advantages = [adv_G / scale for adv_G in advantages]
-    return [adv_G.tolist() for adv_G in advantages]
+        advantages.append(adv_G)
+    # Some divide by a deviation over the whole batch.
+    over = rewards if name == "batch_std" else []
+    if getattr(advantage, "over_batch", False):
+        over = advantages
+    scale = torch.cat(over).std(correction=0) + 1e-4 if over else 1.0
+    return [(adv_G / scale).tolist() for adv_G in advantages]
 
 
 def ensure_shape(function, x, shape):
