@@ -492,15 +492,16 @@ def add_advantages(sequences, t):
     adv_of = {}
     for key, group, advantages in zip(groups, groups.values(), table):
         for rollout, adv in zip(group, advantages):
-            adv_of[key, rollout] = torch.tensor(adv)
+            adv = torch.tensor(adv)
+            what = f"trainer.advantage = {t.advantage!r}: not finite in group {key}, rollout {rollout!r}"
+            require(adv.isfinite().all(), DATA, what)
+            adv_of[key, rollout] = adv
     for s in sequences:
         adv = adv_of.get((s["baseline_key"], s["rollout"]), torch.tensor(0.0))
         if adv.dim():  # one for each turn
             s["adv"] = adv[s["turn"].long()]
         else:
             s["adv"] = adv.expand(len(s["tokens"]))
-    bad = [key for key, adv in adv_of.items() if not adv.isfinite().all()]
-    require(not bad, DATA, f"trainer.advantage = {t.advantage!r}: not finite in group {bad[:1]}")
 
 
 # HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
