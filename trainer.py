@@ -904,13 +904,12 @@ def receive_blocks(receiver, device):
         header = json.loads(receiver.store.get(f"block {number}"))
         if not header:
             return
-        tensors = []
-        for _, shape, dtype in header:
-            tensors.append(torch.empty(shape, dtype=getattr(torch, dtype), device=device))
-        dist._broadcast_coalesced(receiver.process_group, tensors, MESSAGE)
-        for (name, *_), tensor in zip(header, tensors):
-            yield name, tensor
-        del tensor, tensors  # before the next block
+        tensors = {}
+        for name, shape, dtype in header:
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        dist._broadcast_coalesced(receiver.process_group, list(tensors.values()), MESSAGE)
+        yield from tensors.items()
+        del tensors  # before the next block
 
 
 class WeightSender:
