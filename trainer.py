@@ -668,20 +668,20 @@ def begin_step(optimizer, step, cfg):
 def make_optimizer(policy, t):
     """AdamW, or what trainer.optimizer names: a function of the parameters, the [trainer] table and, if it has that
     argument, `names`, the parameters' names."""
-    params = list(policy.trained().values())
+    trained = policy.trained()
+    params = list(trained.values())
     if t.optimizer:
         make = configs.find(t.optimizer)
         args = {}
         if "names" in inspect.signature(make).parameters:
-            args["names"] = list(policy.trained())
+            args["names"] = list(trained)
         optimizer = make(params, t, **args)
         takes_closure = "closure" in inspect.signature(optimizer.step).parameters
         what = f"trainer.optimizer = {t.optimizer!r}: its step() takes no closure, and could not be resumed"
         require(takes_closure, CONFIG, what)
         return optimizer
     betas = (0.9, t.adam_beta2)
-    options = {"lr": t.learning_rate, "weight_decay": t.weight_decay}
-    return torch.optim.AdamW(params, betas=betas, fused=True, **options)
+    return torch.optim.AdamW(params, t.learning_rate, betas, weight_decay=t.weight_decay, fused=True)
 
 
 def draw_minibatches(sequences, seed, num):
