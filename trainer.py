@@ -1162,10 +1162,10 @@ def check_policy(policy, cfg):
     require(not problem, CONFIG, problem)
 
 
-def canary_rows(batch, num_servers, cfg):
+def canary_rows(batch, cfg):
     """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
-    room = budget // (len(CANARY) * num_servers) - SAID
+    room = budget // (len(CANARY) * len(cfg.inference.urls)) - SAID
     longest = min(room, cfg.run.max_seq_len // 2)
     stride = -(-len(batch.sequences) // len(CANARY))
     rows = []
@@ -1191,8 +1191,7 @@ def continuations(sender, policy, version, rows, num):
 def canary(sender, policy, version, cfg, batch):
     """Compares trainer and servers after a sync: metrics, in nats. Each server continues the same rows, and the trainer
     scores what they said in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
-    num_servers = len(cfg.inference.urls)
-    rows = canary_rows(batch, num_servers, cfg) if batch else random_rows(policy, cfg)
+    rows = canary_rows(batch, cfg) if batch else random_rows(policy, cfg)
     what = f"canary after sync of version {version}: trainer and server differ"
     mean_limit = 0.05 if batch else 0.2  # what follows random rows is improbable, and in 16 bits less exact
     metrics = {}
