@@ -577,8 +577,7 @@ def compute_loss(micro, logp_N, entropy_N, t):
         policy_N = policy_N + t.beta * kl_N
         logs["policy/kl_ref"] = kl_N
     policy_N = torch.where(micro["mask_N"], policy_N, 0)
-    terms = {}
-    terms["policy"] = policy_N / micro["num_mask"]
+    terms = {"policy": policy_N / micro["num_mask"]}
     # 3. Imitation of tokens, whoever said them.
     if micro["num_ce"]:
         ce_N = -micro["ce_N"] * logp_N
