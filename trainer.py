@@ -971,11 +971,9 @@ class WeightSender:
         try:
             reply = self.http.post(url + path, json=body)
         except httpx.TransportError as e:
-            hint = f"trainer.sync_timeout_s = {self.spec['timeout_s']:g}"
-            raise RunError(DIED, f"{url}{path}: {e!r} ({hint})") from e
-        what = f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}"
-        require(reply.status_code == 200, DIED, what)
-        return reply.json() if reply.text.startswith("{") else {}
+            raise RunError(DIED, f"{url}{path}: {e!r} (trainer.sync_timeout_s = {self.spec['timeout_s']:g})") from e
+        require(reply.status_code == 200, DIED, f"{url}{path} answered {reply.status_code}: {reply.text[-2000:]}")
+        return reply
 
     def post_all(self, path, body=None):
         calls = [self.pool.submit(self.post, url, path, body) for url in self.urls]
@@ -1014,7 +1012,7 @@ class WeightSender:
         body |= {"cache_salt": str(time.time()), "priority": -1}  # before all rollouts
         choices = []
         for reply in self.post_all("/v1/completions", body):
-            choices += reply["choices"]
+            choices += reply.json()["choices"]
         return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
 

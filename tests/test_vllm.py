@@ -86,7 +86,7 @@ def test_sync_is_exact_in_fp32(kind, connect, tmp_path):
 
 def score(sender, name, row):
     body = {"model": name, "prompt": [row], "max_tokens": 1, "prompt_logprobs": 0}
-    (choice,) = sender.post(sender.urls[0], "/v1/completions", body)["choices"]
+    (choice,) = sender.post(sender.urls[0], "/v1/completions", body).json()["choices"]
     return [at[str(token)]["logprob"] for token, at in zip(row[1:], choice["prompt_logprobs"][1:])]
 
 
@@ -207,7 +207,7 @@ def test_requests_in_flight_survive_a_sync(connect, servers):
     time.sleep(0.15)
     shake(policy)
     trainer.sync_weights(sender, policy, 1, cfg)
-    choice = asked.result()["choices"][0]
+    choice = asked.result().json()["choices"][0]
     assert len(choice["token_ids"]) == 240 and choice["finish_reason"] == "length"
 
 
