@@ -1450,10 +1450,10 @@ def main(argv):
         write_config(run_dir, text)
     # 2. The servers get the weights: that makes version `step` live.
     sender = None
-    if is_first and not is_replay:
-        sender = WeightSender(cfg, run_dir, policy.device)
-        sender.connect()
     if not is_replay:
+        if is_first:
+            sender = WeightSender(cfg, run_dir, policy.device)
+            sender.connect()
         sync_weights(sender, policy, step, cfg)
     streak = 0
     mark = time.perf_counter()
