@@ -430,8 +430,8 @@ def check_tokens(policy, sequences):
     """Raises RunError with DATA if there is an empty sequence, or a token that the model does not know."""
     lens = [len(s["tokens"]) for s in sequences]
     tokens_T = torch.cat([s["tokens"] for s in sequences])
-    is_known_T = (tokens_T >= 0) & (tokens_T < policy.vocab)
-    unknown = tokens_T[~is_known_T].tolist()
+    is_unknown_T = (tokens_T < 0) | (tokens_T >= policy.vocab)
+    unknown = tokens_T[is_unknown_T].tolist()
     what = f"a sequence of {min(lens)} tokens, ids {unknown[:9]} in a vocabulary of {policy.vocab}"
     require(min(lens) > 0 and not unknown, DATA, f"cannot be trained on: {what}")
 
