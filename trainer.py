@@ -726,8 +726,7 @@ def adapt_loss_scale(policy, grad_norm):
     """Gradients that overflow halve fp16's scale four times; each step that goes well raises it a little, up to 8."""
     if "fp16_scale" in policy.extra:
         factor = 1.02 if math.isfinite(grad_norm) else 1 / 16
-        scale = policy.extra["fp16_scale"] * factor
-        policy.extra["fp16_scale"] = scale.clamp(max=8.0)
+        policy.extra["fp16_scale"].mul_(factor).clamp_(max=8.0)
 
 
 def distance_from_sampler(log_r_N):
