@@ -1043,18 +1043,18 @@ def send_weights(sender, policy, version, cfg):
     if not sender:
         deque(blocks, maxlen=0)  # takes part in gathering, and keeps nothing
         return
-    spec = {"adapter": None}
+    adapter = None
     if cfg.sends_adapters:
         from configs.serving import adapters
 
         path = str(adapters.directory(sender.run_dir, version, cfg))
         old = str(adapters.no_longer_named(sender.run_dir, version, cfg))
-        spec["adapter"] = {"path": path, "old": old, "model": cfg.run.model}
-        spec["adapter"]["t"] = cfg.trainer._asdict()
+        adapter = {"path": path, "old": old, "model": cfg.run.model}
+        adapter["t"] = cfg.trainer._asdict()
     else:
         # Requests wait and then go on; with a cleared cache they would read their prompts again.
         sender.post_all("/pause?mode=keep&clear_cache=false")
-    with sender.workers_do("receive_weights", [spec] * len(sender.urls)):
+    with sender.workers_do("receive_weights", [{"adapter": adapter}] * len(sender.urls)):
         for number, tensors in enumerate(chain(blocks, [{}])):  # an empty block is the end
             refuse_non_finite(tensors, f"sync of version {version}")
             send_block(sender, number, tensors)
