@@ -1149,8 +1149,9 @@ def check_policy(policy, cfg):
     policy.eval()
     own_N = torch.cat([policy.plain(row) for row in rows])
     policy.train()
-    longest = (rows[0] * cfg.run.max_seq_len)[: cfg.run.max_seq_len]
-    logp_N = score(policy, [*rows, longest], cfg.run.max_seq_len)[: len(own_N)]
+    most = cfg.run.max_seq_len
+    longest = (rows[0] * most)[:most]
+    logp_N = score(policy, [*rows, longest], most)[: len(own_N)]
     what = f"model = {cfg.run.model!r} cannot be trained: padded rows in training mode differ from its own forward"
     why = "dropout or noise of its own, logits that are not head(base model), rows that mix, or RoPE by length"
     # 0.2: random tokens are improbable, and in 16 bits their log-probabilities differ more.
