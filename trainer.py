@@ -966,7 +966,7 @@ class WeightSender:
             require(time.monotonic() < deadline, DIED, what)
             time.sleep(0.2)
 
-    def post(self, url, path, body=None):
+    def post(self, url, path, body):
         try:
             reply = self.http.post(url + path, json=body)
         except httpx.TransportError as e:
