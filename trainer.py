@@ -451,16 +451,16 @@ def compute_advantages(groups, name):
     """[[metadata of a rollout, with its reward, ...], ...] -> [[its advantage, ...], ...], one list per group."""
     advantage = configs.find(name, ADVANTAGES)
     rewards = []
-    for group in groups:
-        rewards_G = [rollout["reward"] for rollout in group]
-        rewards.append(torch.tensor(rewards_G, dtype=torch.float64))
     advantages = []
-    for rewards_G, group in zip(rewards, groups):
+    for group in groups:
+        rewards_G = torch.tensor([rollout["reward"] for rollout in group], dtype=torch.float64)
         adv_G = advantage(rewards_G, group)
         ensure_shape(f"trainer.advantage = {name!r}", adv_G, rewards_G.shape)
+        rewards.append(rewards_G)
         advantages.append(adv_G)
-    # Some divide by a deviation over the whole batch.
-    over = rewards if name == "batch_std" else []
+    over = []  # all advantages are divided by the standard deviation of this, over the whole batch
+    if name == "batch_std":
+        over = rewards
     if getattr(advantage, "over_batch", False):
         over = advantages
     scale = torch.cat(over).std(correction=0) + 1e-4 if over else 1.0
