@@ -1447,7 +1447,8 @@ def main(argv):
     step = resume(run_dir, policy, optimizer, cfg)
     if is_replay:
         require(step < last, CONFIG, f"{run_dir} has all {last} steps: choose another run_name, or remove it")
-        write_config(run_dir, text)
+        if is_first:
+            write_config(run_dir, text)
     # 2. The servers get the weights: that makes version `step` live.
     sender = None
     if not is_replay:
