@@ -1432,10 +1432,9 @@ def main(argv):
     check_hooks(cfg.trainer)
     is_replay = cfg.replay is not None
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}" if is_replay else "")
-    text = configs.to_toml(cfg)
     files = []
     if is_replay:
-        report_changes(run_dir, text)
+        report_changes(run_dir, configs.to_toml(cfg))
         files = saved_batches(cfg)
     last = cfg.run.max_steps
     # 1. The policy, its optimizer, and where the last run ended.
@@ -1448,7 +1447,7 @@ def main(argv):
     if is_replay:
         require(step < last, CONFIG, f"{run_dir} has all {last} steps: choose another run_name, or remove it")
         if is_first:
-            write_config(run_dir, text)
+            write_config(run_dir, configs.to_toml(cfg))
     # 2. The servers get the weights: that makes version `step` live.
     sender = None
     if not is_replay:
