@@ -195,7 +195,7 @@ def begin(run, config, replay):
 
 
 def together(known, new):
-    """ "A, B" of "A" and "B"."""
+    """The texts known so far and a new one, as a list with commas."""
     return known if new in known.split(", ") else f"{known}, {new}"
 
 
