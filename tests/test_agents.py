@@ -176,11 +176,13 @@ class Policy:
     def __init__(self, *messages, stop_reason=None):
         self.left = list(messages)
         self.asked = []
+        self.agents = []
         self.own = []
         self.stop_reason = stop_reason
 
     async def __call__(self, messages, tools=None, agent="", trainable=True, whole=False, **own):
         self.asked.append(messages)
+        self.agents.append(agent)
         self.own.append(own)
         message = self.left.pop(0)
         if isinstance(message, Exception):
@@ -263,6 +265,34 @@ def test_a_stop_string_of_the_agent_is_in_the_tokens_but_not_in_what_it_gets():
     state = play(agent, policy)
     assert state["result"] == "<a>1" and policy.asked[1][1]["content"] == "<a>1</a>"
     assert policy.own[0] == {"stop": ["</a>"]}
+
+
+def test_a_plain_request_skips_http_and_is_answered_as_others_are(monkeypatch):
+    by_http = []
+    handle = endpoint.InProcess.handle_async_request
+    monkeypatch.setattr(endpoint.InProcess, "handle_async_request", lambda *args: by_http.append(1) or handle(*args))
+
+    async def agent(client, prompt):
+        create = client.chat.completions.create
+        plain = await create(model="m", messages=prompt, extra_headers={"X-Agent": "b"})
+        plain.choices[0].message.tool_calls[0].function.name = "changed"  # it is the agent's
+        named = client.with_options(default_headers={"x-agent": "b"}).chat.completions
+        other = await named.with_raw_response.create(model="m", messages=prompt)
+        errors = []
+        for own in ({}, {"extra_body": {"seed": 1}}):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(model="m", messages=prompt, **own)
+            errors.append((caught.value.status_code, caught.value.body, str(caught.value)))
+        return plain, other.parse(), errors
+
+    policy = Policy(THOUGHT, THOUGHT)
+    plain, other, errors = play(agent, policy, max_requests=2)["result"]
+    assert len(by_http) == 2 and policy.agents == ["b", "b"]
+    assert errors[0] == errors[1] and errors[0][1]["code"] == "rollout_over"
+    assert CALL["function"]["name"] == "f"
+    plain.choices[0].message.tool_calls[0].function.name = "f"
+    assert type(plain) is type(other) and plain.model_dump() == other.model_dump()
+    assert plain.choices[0].message.reasoning == THOUGHT["reasoning"]
 
 
 # --- whose fault it is ------------------------------------------------------------------------------------------------

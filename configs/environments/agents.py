@@ -16,9 +16,7 @@ server fails."""
 import asyncio
 import secrets
 
-import openai
-
-from configs.environments.endpoint import SESSIONS, Refused, as_chat, endpoint, http_client, key_of, settings
+from configs.environments.endpoint import SESSIONS, Client, Refused, as_chat, endpoint, key_of, settings
 from configs.environments.rubrics import TurnRubric
 from env import Rubric, SingleTurnEnv, Truncated, call, ensure, pick
 
@@ -160,7 +158,7 @@ class AgentEnv(SingleTurnEnv):
     async def rollout(self, state, generate):
         secret = secrets.token_urlsafe(16)
         base_url = f"{await endpoint()}/{secret}/v1"
-        client = openai.AsyncOpenAI(base_url=base_url, api_key=secret, http_client=http_client())
+        client = Client(base_url=base_url, api_key=secret)
         session = Session(self, generate)
         state["result"] = None
         error = None

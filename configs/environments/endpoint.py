@@ -20,6 +20,7 @@ from typing import Literal
 
 import openai
 import pydantic
+import pydantic_core
 from aiohttp import web
 
 from configs.runtime.role import say
@@ -155,7 +156,7 @@ def key_of(message):
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
-# A request, from a socket or from a client in this process.
+# A request, from a socket or from a client in this process. headers: a mapping that finds names in lower case.
 Asked = namedtuple("Asked", "path headers text")
 
 
@@ -193,9 +194,25 @@ async def handle(request):
     return response
 
 
-def http_client():
-    """An HTTP client for openai's, whose requests come here."""
-    return openai.DefaultAsyncHttpxClient(transport=InProcess(), trust_env=False, timeout=None)
+class Client(openai.AsyncOpenAI):
+    """openai's client, whose requests come here. A plain chat request skips HTTP, which was half of what it costs."""
+
+    def __init__(self, **options):
+        inner = openai.DefaultAsyncHttpxClient(transport=InProcess(), trust_env=False, timeout=None)
+        super().__init__(**({"http_client": inner} | options))
+
+    async def post(self, path, *, cast_to, body=None, **others):
+        options = others.get("options", {})
+        headers = {key.lower(): value for key, value in (self.default_headers | options.get("headers", {})).items()}
+        needs_http = options.keys() - {"headers", "security", "timeout"} or "x-stainless-raw-response" in headers
+        if needs_http or others.get("stream") or path != "/chat/completions":
+            return await super().post(path, cast_to=cast_to, body=body, **others)
+        text = pydantic_core.to_json(body).decode()
+        status, answer = await respond(Asked(self.base_url.path + path.lstrip("/"), headers, text))
+        if status == 200:
+            return cast_to.construct(**pydantic_core.to_jsonable_python(answer))  # a copy, which the agent may change
+        request = HTTPX.Request("POST", self.base_url)
+        raise self._make_status_error_from_response(HTTPX.Response(status, json=answer, request=request))
 
 
 class InProcess:
@@ -245,8 +262,8 @@ def error_event(error):
 async def answer(asked, path, session):
     """The answer to one request of a rollout. path: [<agent>/]v1/<route>"""
     before, _, route = f"/{path}".partition("/v1/")
-    agent = before.strip("/") or asked.headers.get("X-Agent", "")
-    is_trained = asked.headers.get("X-Trainable", "").lower() not in ("false", "0")
+    agent = before.strip("/") or asked.headers.get("x-agent", "")
+    is_trained = asked.headers.get("x-trainable", "").lower() not in ("false", "0")
     if route == "models":
         return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0}]}
     form = await format_of(route)
