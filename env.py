@@ -227,10 +227,13 @@ class Rubric:
         """HACK HERE: the reward, and {function: value}."""
         reward = 0.0
         metrics = {}
+        weights = {}
         for func, weight, objects in self.parts:
-            value = finite(func, await call(func, **state | objects | {"state": state}))
-            reward += value * weight_at(weight, state["step"])
-            metrics[name_of(func)] = value
+            name = name_of(func)
+            metrics[name] = finite(func, await call(func, **state | objects | {"state": state}))
+            weights[name] = weight_at(weight, state["step"])
+            reward += metrics[name] * weights[name]
+        state["reward_weights"] = weights
         return reward, metrics
 
     async def score_group(self, states):

@@ -179,7 +179,7 @@ WRITER = ThreadPoolExecutor(1)  # of batches
 TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jsonl has them
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
-METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
+METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key", "reward_weights"}
 WEIGHTS = ("mask", "ce", "teacher")  # of a token in the terms of the loss
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 DTYPES["routes"] = np.int16
@@ -510,6 +510,7 @@ def metadata_of(group, i):
     """What is said of rollout number i of a group, beside its conversation and its tokens."""
     about = dict(vars(group.rollouts[i]))
     del about["state"], about["sequences"]
+    about["reward_weights"] = group.rollouts[i].state.get("reward_weights", {})
     about |= {"env": group.env, "example": group.row, "group": group.index}
     return about | {"rollout": i, "dropped": group.dropped}
 

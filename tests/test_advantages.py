@@ -30,18 +30,27 @@ def test_maxrl():
     assert found("maxrl", group_of(0.0, 0.0, 0.0, 1.0), group_of(0.0, 0.0)) == [[-1, -1, -1, 3], [0, 0]]
 
 
-def test_gdpo_normalizes_each_function_and_then_the_batch():
-    """A function of range 100 and one of range 1 count alike; what agents.py counts does not."""
-    groups = [
-        group_of(101, 0, 1, 100, wide=[100, 0, 0, 100], narrow=[1, 0, 1, 0], agent_requests=[1, 2, 3, 4]),
-        group_of(5, 5, wide=[5, 5], narrow=[0, 0], agent_requests=[9, 1]),
-    ]
-    wide, narrow = np.array([50, -50, -50, 50]) / np.std([100, 0, 0, 100], ddof=1), np.array([1, -1, 1, -1]) / 2
-    narrow = narrow / np.std([1, 0, 1, 0], ddof=1)
-    total = np.array([*(wide + narrow), 0.0, 0.0])
-    expected = total / total.std()
-    assert [*found("gdpo", *groups)[0], *found("gdpo", *groups)[1]] == pytest.approx(list(expected), abs=1e-3)
-    assert found("gdpo", group_of(1.0, wide=[1.0])) == [[0.0]] and found("gdpo") == []
+# TRL 1.16.0's lines for multi_objective_aggregation = "normalize_then_sum" on these numbers.
+WIDE, NARROW, BAD = [100, 0, 0, 100, 3, 5, 5, 9], [1, 0, 1, 0, 0, 0, 1, 1], [0.2, 0.9, 0.4, 0.4, 0.1, 0.1, 0.2, 0.3]
+OF_TRL = [1.448228227, -1.677499059, 0.668056579, -0.438785748, -0.705502661, -0.487805861, 0.617142865, 0.576165657]
+
+
+def test_gdpo_equals_trls_normalization_by_function_and_batch():
+    """But for the batch's deviation, in which TRL divides by n - 1. Weights matter, a negative one above all; what the
+    rubric only logs does not."""
+    groups = []
+    for at in (slice(0, 4), slice(4, 8)):
+        metrics = {"wide": WIDE[at], "narrow": NARROW[at], "bad": BAD[at], "agent_requests": [1, 2, 3, 9]}
+        group = group_of(*[0.0] * 4, **metrics)
+        for rollout in group:
+            rollout["reward_weights"] = {"wide": 0.3, "narrow": 1.0, "bad": -0.5}
+        groups.append(group)
+    table = found("gdpo", *groups)
+    assert [*table[0], *table[1]] == pytest.approx([a * (8 / 7) ** 0.5 for a in OF_TRL], abs=2e-4)
+    alone = [group_of(1.0, wide=[1.0])[0] | {"reward_weights": {"wide": 1.0}}]
+    assert found("gdpo", alone) == [[0.0]] and found("gdpo") == []
+    with pytest.raises(ValueError, match="reward_weights"):
+        found("gdpo", group_of(1.0, 2.0, wide=[1.0, 2.0]))
 
 
 def test_brief_takes_from_long_successes_where_the_task_is_solved():

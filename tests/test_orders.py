@@ -162,7 +162,7 @@ def test_demonstrations_have_no_part_in_an_advantage(make_cfg, tmp_path, advanta
     cfg = make_cfg(f"trainer.advantage={advantage}")
     rollouts = make_sequences(12)
     for s in rollouts:
-        s |= {"metrics": {"a": s["reward"], "b": 1 - s["reward"] ** 2}}
+        s |= {"metrics": {"a": s["reward"], "b": 1 - s["reward"] ** 2}, "reward_weights": {"a": 1.0, "b": 0.5}}
     shown = [toy.as_demonstration(s) | {"reward": None, "group": -1, "metrics": {}} for s in make_sequences(3, seed=9)]
     found = []
     for sequences in (rollouts, rollouts + shown):

@@ -17,14 +17,16 @@ def maxrl(rewards_G, group):
 
 
 def gdpo(rewards_G, group):
-    """The sum of (r - mean) / std over the reward functions, each normalized by itself, so that one with a wide range
-    does not drown another; then normalized over the batch (GDPO, 2601.05242). Weights of functions do not matter: those
-    that only log, with weight 0, should not be there."""
+    """The weighted sum of (r - mean) / std over the reward functions, each normalized by itself, so that one with a
+    wide range does not drown another; then normalized over the batch (GDPO, 2601.05242). The weights are those that the
+    rubric puts into state["reward_weights"], as env.Rubric does. Raises ValueError if there are none."""
+    weights = group[0].get("reward_weights")
+    if not weights:
+        raise ValueError("gdpo needs the weights of reward functions in state['reward_weights']; this rubric sets none")
     total_G = torch.zeros_like(rewards_G)
-    for name in group[0]["metrics"]:
-        if not name.startswith("agent_"):  # what agents.py counts
-            r_G = torch.tensor([rollout["metrics"][name] for rollout in group], dtype=torch.float64)
-            total_G += ((r_G - r_G.mean()) / (r_G.std() + 1e-4)).nan_to_num()  # alone: 0
+    for name, weight in weights.items():
+        r_G = torch.tensor([rollout["metrics"][name] for rollout in group], dtype=torch.float64)
+        total_G += weight * ((r_G - r_G.mean()) / (r_G.std() + 1e-4)).nan_to_num()  # alone: 0
     return total_G
 
 

@@ -60,6 +60,7 @@ class GroupRubric(Rubric):
             for i, value in enumerate(values):
                 metrics[i][name_of(func)] = finite(func, value)
                 rewards[i] += scale * metrics[i][name_of(func)]
+                states[i].setdefault("reward_weights", {})[name_of(func)] = scale
         return list(zip(rewards, metrics))
 
 

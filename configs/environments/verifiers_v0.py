@@ -104,14 +104,17 @@ class VerifiersRubric:
         self.env = env
         self.rubric = env.rubric
         self.sees_group = False
+        self.weights = {}  # of each function
         for leaf in leaves(env.rubric):
             leaf.funcs = [reporting(function) for function in leaf.funcs]
             self.sees_group = self.sees_group or any(map(leaf._is_group_func, leaf.funcs))
+            self.weights |= zip(leaf._get_reward_func_names(), leaf.weights)
 
     async def score(self, state):
         if not state.get("verifiers"):
             state["verifiers"] = await self.state_of(state)
         theirs = state["verifiers"]
+        state["reward_weights"] = self.weights
         if self.sees_group:
             return 0.0, {}  # score_group returns all of the reward
         await self.run([theirs], self.rubric.score_rollout(theirs))
