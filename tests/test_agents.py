@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections import Counter
 
@@ -20,7 +21,7 @@ from configs.environments import endpoint
 from configs.environments.agents import AgentEnv
 from configs.environments.rubrics import TurnRubric
 from configs.runtime.role import RunError
-from env import DataError, Rubric, Truncated, load_environment
+from env import DataError, Rubric, SingleTurnEnv, Truncated, load_environment
 
 TASK = '[env]\nid = "agent_tasks"\nargs = {{ kind = "{}"{} }}'
 TOOLS = "inference.args.enable_auto_tool_choice=true"
@@ -253,6 +254,24 @@ def test_of_two_equal_answers_the_one_at_the_same_place_is_restored():
     assert [m["reasoning"] for m in policy.asked[2] if m["role"] == "assistant"] == ["thought 0", "thought 1"]
 
 
+@pytest.mark.parametrize("names", [("", ""), ("a", "b")])
+def test_no_conversation_gets_the_thoughts_of_another(names):
+    """Two that have said the same, after as many messages."""
+
+    async def agent(client, prompt):
+        for name in names * 2:
+            own = [{"role": "user", "content": f"view {names.index(name) if name else len(views)}"}]
+            if len(views) >= 2:
+                own = [*views[len(views) - 2], {"role": "assistant", "content": "yes"}, prompt[0]]
+            views.append(own)
+            await client.chat.completions.create(model="m", messages=own, extra_headers={"X-Agent": name})
+
+    views = []
+    policy = Policy(*[{"content": "yes", "reasoning": f"thought {i}"} for i in range(4)])
+    play(agent, policy)
+    assert [messages[1]["reasoning"] for messages in policy.asked[2:]] == ["thought 0", "thought 1"]
+
+
 def test_a_stop_string_of_the_agent_is_in_the_tokens_but_not_in_what_it_gets():
     async def agent(client, prompt):
         reply = await client.chat.completions.create(model="m", messages=prompt, stop="</a>")
@@ -274,25 +293,75 @@ def test_a_plain_request_skips_http_and_is_answered_as_others_are(monkeypatch):
 
     async def agent(client, prompt):
         create = client.chat.completions.create
-        plain = await create(model="m", messages=prompt, extra_headers={"X-Agent": "b"})
+        plain = await create(model="m", messages=prompt)
         plain.choices[0].message.tool_calls[0].function.name = "changed"  # it is the agent's
-        named = client.with_options(default_headers={"x-agent": "b"}).chat.completions
-        other = await named.with_raw_response.create(model="m", messages=prompt)
+        raw = await client.chat.completions.with_raw_response.create(model="m", messages=prompt)
+        await client.with_options(default_headers={"x-agent": "b"}).chat.completions.create(model="m", messages=prompt)
+        await create(model="m", messages=prompt, extra_headers=httpx.Headers({"X-Agent": "c"}))
         errors = []
         for own in ({}, {"extra_body": {"seed": 1}}):
             with pytest.raises(openai.BadRequestError) as caught:
                 await create(model="m", messages=prompt, **own)
             errors.append((caught.value.status_code, caught.value.body, str(caught.value)))
-        return plain, other.parse(), errors
+        with pytest.raises(TypeError):
+            await create(model="m", messages=[{"role": "user", "content": object()}])
+        return plain, raw.parse(), errors
 
-    policy = Policy(THOUGHT, THOUGHT)
-    plain, other, errors = play(agent, policy, max_requests=2)["result"]
-    assert len(by_http) == 2 and policy.agents == ["b", "b"]
+    policy = Policy(*[THOUGHT] * 4)
+    plain, other, errors = play(agent, policy, max_requests=4)["result"]
+    assert len(by_http) == 4 and policy.agents == ["", "", "b", "c"]
     assert errors[0] == errors[1] and errors[0][1]["code"] == "rollout_over"
     assert CALL["function"]["name"] == "f"
     plain.choices[0].message.tool_calls[0].function.name = "f"
     assert type(plain) is type(other) and plain.model_dump() == other.model_dump()
-    assert plain.choices[0].message.reasoning == THOUGHT["reasoning"]
+    assert plain.choices[0].message.reasoning == THOUGHT["reasoning"] and plain._request_id is None
+
+
+def test_an_agents_own_time_limit_ends_its_request():
+    ended = []
+
+    async def silent(*args, **kwargs):
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def agent(client, prompt):
+        with pytest.raises(openai.APITimeoutError):
+            hasty = client.with_options(timeout=0.1, max_retries=0)
+            await hasty.chat.completions.create(model="m", messages=prompt)
+        return list(ended)
+
+    assert play(agent, silent)["result"] == [True]
+
+
+def test_a_copy_of_the_client_with_an_http_client_of_its_own_asks_by_that():
+    asked = []
+
+    async def elsewhere(request):
+        asked.append(str(request.url))
+        return endpoint.HTTPX.Response(200, json={"choices": [], "model": "judge"})
+
+    async def agent(client, prompt):
+        await client.chat.completions.create(model="m", messages=prompt)
+        own = openai.DefaultAsyncHttpxClient(transport=endpoint.HTTPX.MockTransport(elsewhere))
+        judge = client.with_options(base_url="http://judge/v1", http_client=own)
+        return (await judge.chat.completions.create(model="m", messages=prompt)).model
+
+    assert play(agent, Policy({"content": "a"}))["result"] == "judge"
+    assert asked == ["http://judge/v1/chat/completions"]
+
+
+def test_a_plain_agent_may_run_an_event_loop_of_its_own():
+    def agent(client, prompt):
+        async def talk():
+            first = await client.chat.completions.create(model="m", messages=prompt)
+            stream = await client.chat.completions.create(model="m", messages=prompt, stream=True)
+            return first.choices[0].message.content + "".join([c.choices[0].delta.content or "" async for c in stream])
+
+        return asyncio.run(talk())
+
+    assert play(agent, Policy({"content": "a"}, {"content": "b"}))["result"] == "ab"
 
 
 # --- whose fault it is ------------------------------------------------------------------------------------------------
@@ -346,6 +415,22 @@ def test_what_an_agent_raises_comes_out_of_the_rollout(error):
         play(agent, Policy({"content": "a"}), forgive=[openai.APIError])
     state = play(agent, Policy({"content": "a"}), forgive=[type(error)])
     assert state["agent"]["forgiven"] == 1
+
+
+def test_what_a_plain_agent_may_not_do_is_not_forgiven_as_the_policys_fault():
+    def agent(client, prompt):
+        asyncio.run(client.chat.completions.create(model="m", messages=prompt))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    with pytest.raises(DataError, match="signal"):
+        play(agent, Policy({"content": "a"}), forgive=[ValueError])
+
+
+def test_a_rubric_may_be_shared_with_another_environment():
+    rubric = Rubric([lambda completion: 1.0])
+    AgentEnv(forgets, [{"question": "q"}], rubric=rubric)
+    env = SingleTurnEnv([{"question": "q"}], rubric=rubric)
+    assert asyncio.run(env.rubric.score(env.start(env.dataset[0])))[0] == 1.0
 
 
 def test_a_truncated_rollout_says_so_to_the_agent_and_to_its_environment():

@@ -18,7 +18,7 @@ import secrets
 
 from configs.environments.endpoint import SESSIONS, Client, Refused, as_chat, endpoint, key_of, settings
 from configs.environments.rubrics import TurnRubric
-from env import Rubric, SingleTurnEnv, Truncated, call, ensure, pick
+from env import DataError, Rubric, SingleTurnEnv, Truncated, call, ensure, pick
 
 COUNTED = ("requests", "dropped", "restored", "forgiven")
 
@@ -35,7 +35,7 @@ class Session:
         self.generate = generate
         self.counts = dict.fromkeys(COUNTED, 0)
         self.tasks = set()  # requests under way
-        self.said = {}  # what an agent keeps of a message: [(messages before it, the message as sampled), ...]
+        self.said = {}  # agent, what it keeps of a message: [(messages before it, the message as sampled), ...]
         self.conversations = []  # [messages of the first request, all messages with the last answer]
         self.fault = ""  # why the policy gets no more requests
         self.is_truncated = False
@@ -46,7 +46,7 @@ class Session:
         own, dropped = settings(body)
         self.counts["dropped"] += dropped
         self.counts["requests"] += 1
-        messages = self.restored(as_chat(body))
+        messages = self.restored(as_chat(body), agent)
         if self.counts["requests"] > self.env.max_requests:
             self.fault = f"the rollout has had its {self.env.max_requests} requests (max_requests)"
         if self.fault:
@@ -73,21 +73,20 @@ class Session:
         stop = choice.get("stop_reason")
         if stop in own.get("stop", []):
             shown = said | {"content": said["content"].removesuffix(stop)}
-        self.said.setdefault(key_of(shown), []).append((len(messages), said))
+        self.said.setdefault((agent, key_of(shown)), []).append((messages, said))
         return reply | {"model": "policy", "choices": [choice | {"message": shown}]}
 
-    def restored(self, messages):
+    def restored(self, messages, agent):
         """The messages, the policy's own as they were sampled. Agents leave out reasoning and rewrite the arguments of
         tool calls; then a prompt no longer begins with the ids that were sampled, and the rollout forks."""
         result = []
-        for place, message in enumerate(messages):
+        for message in messages:
             found = []
             if self.env.restore and message["role"] == "assistant":
-                found = self.said.get(key_of(message), [])
+                found = self.said.get((agent, key_of(message)), [])
             if found:
-                at_place = [said for before, said in found if before == place]
-                _, last = found[-1]
-                said = at_place[-1] if at_place else last
+                # The same text may have been said elsewhere: best after the same messages, or after as many.
+                _, said = max(reversed(found), key=lambda pair: (pair[0] == result, len(pair[0]) == len(result)))
                 self.counts["restored"] += bool(said != message)
                 message = said
             result.append(message)
@@ -176,7 +175,7 @@ class AgentEnv(SingleTurnEnv):
             raise AgentFailed(session.lost) from error
         is_the_policys = session.fault or limit.expired()
         if error and not is_the_policys:
-            if not is_forgiven(error, self.forgive):
+            if isinstance(error, DataError) or not is_forgiven(error, self.forgive):
                 raise error
             session.counts["forgiven"] = 1
         ensure(session.counts["requests"], "the agent asked for nothing")
@@ -197,6 +196,6 @@ def with_counts(score):
 
     async def scored(state):
         reward, metrics = await score(state)
-        return reward, metrics | {f"agent_{name}": num for name, num in state["agent"].items()}
+        return reward, metrics | {f"agent_{name}": num for name, num in state.get("agent", {}).items()}
 
     return scored

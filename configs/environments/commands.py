@@ -8,7 +8,8 @@ What the command prints is state["result"]. If it fails the rollout is lost, unl
 
 Its environment is the run's, without what looks like a secret, and with:
     OPENAI_BASE_URL, OPENAI_API_BASE, ANTHROPIC_BASE_URL, and keys that mean nothing
-    TASK                the row as JSON without its answer; keep solutions out of its other columns
+    TASK                the row as JSON without its answer; keep solutions out of its other columns. Not there above
+                        100 kB: Linux allows 128 KiB for a variable
     HOME, TMPDIR        its working directory, which is new and empty, and is removed afterwards
 
 A command runs what the model writes. Without a sandbox that can read and change whatever this user can, but all its
@@ -35,6 +36,7 @@ from configs.environments import endpoint, sandbox
 from configs.environments.sandbox import NEW_ROOT, SAME_USER
 
 PLAIN = f"{SAME_USER} unshare --user --map-current-user --pid --fork --kill-child"
+LONGEST_TASK = 100_000
 LIMITS = "prlimit --core=0 --fsize=4294967296"  # also without a sandbox: endless output must not fill the disk
 # pid 1 is a shell, since a signal does not end a pid 1 that has no handler for it. The `exit` makes the shell wait.
 WAIT = '"$@"\nexit $?'
@@ -256,7 +258,11 @@ def environment(state, base_url, home):
     env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": "none"}
     env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
     env |= dict.fromkeys(["NO_PROXY", "no_proxy"], "127.0.0.1,localhost")  # else a proxy is asked for the endpoint
-    return env | {"HOME": home, "TMPDIR": home, "TASK": json.dumps(row_of(state), default=str)}
+    env |= {"HOME": home, "TMPDIR": home}
+    task = json.dumps(row_of(state), default=str)
+    if len(task) < LONGEST_TASK:
+        env["TASK"] = task
+    return env
 
 
 async def end(process):
