@@ -406,14 +406,19 @@ def count_weights(sequences, weight):
     return int(torch.cat([s[weight] for s in sequences]).count_nonzero())
 
 
+def count_all(sequences, info):
+    """What losses may divide by: counts of the whole optimizer step, as make_micros says."""
+    numbers = {f"num_{name}": count_weights(sequences, name) for name in WEIGHTS}
+    numbers["num_mask"] = max(1, numbers["num_mask"])
+    num_rewarded = sum(s.get("reward") is not None for s in sequences)  # not demonstrations
+    return numbers | {"num_sequences": max(1, num_rewarded), "max_tokens": info["max_tokens"]}
+
+
 def make_micros(policy, sequences, info, cfg):
     """This rank's padded micro-batches, as many as every other rank has. Each carries the counts of the whole optimizer
-    step, over all micro-batches and ranks: sequences, and tokens with a weight in each term of the loss."""
+    step, over all micro-batches and ranks: sequences with a reward, and tokens with a weight in each term."""
     world = dist.get_world_size()
-    numbers = {"num_sequences": len(sequences), "max_tokens": info["max_tokens"]}
-    for name in WEIGHTS:
-        numbers[f"num_{name}"] = count_weights(sequences, name)
-    numbers["num_mask"] = max(1, numbers["num_mask"])
+    numbers = count_all(sequences, info)
     lens = [len(s["tokens"]) for s in sequences]
     budget = cfg.trainer.micro_batch_size * cfg.run.max_seq_len
     micros = []
@@ -554,12 +559,14 @@ def compute_loss(micro, logp_N, entropy_N, t):
 
     The loss is the sum of the terms. Each has a weight per token, and is divided by the number of tokens in the whole
     step whose weight is not 0, so that neither micro-batches nor ranks change the result."""
-    # 1. Policy gradient, on what the policy said. With trainer.importance the ratio is to prox_logp, and the weight
-    # corrects for the distance of prox_logp from the sampler.
+    # 1. Policy gradient, on what the policy said; elsewhere fields may be nan. With trainer.importance the ratio is to
+    # prox_logp, and the weight corrects for the distance of prox_logp from the sampler.
+    is_own_N = micro["mask_N"]
+    own_logp_N = torch.where(is_own_N, logp_N, logp_N.detach())
     at = micro
     if t.importance:
         at = micro | {"old_logp_N": micro["prox_logp_N"]}
-    returned = configs.find(t.loss, LOSSES)(at, logp_N, entropy_N, **t.loss_args)
+    returned = configs.find(t.loss, LOSSES)(at, own_logp_N, entropy_N, **t.loss_args)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     require(is_pair, DATA, f"trainer.loss = {t.loss!r} returned no pair: loss_N and {{metric: value_N}}")
     policy_N, logs = returned
@@ -576,7 +583,7 @@ def compute_loss(micro, logp_N, entropy_N, t):
         kl_N = k3(micro["ref_logp_N"] - logp_N)
         policy_N = policy_N + t.beta * kl_N
         logs["policy/kl_ref"] = kl_N
-    policy_N = torch.where(micro["mask_N"], policy_N, 0)
+    policy_N = torch.where(is_own_N, policy_N, 0)
     terms = {"policy": policy_N / micro["num_mask"]}
     # 3. Imitation of tokens, whoever said them.
     if micro["num_ce"]:
@@ -701,7 +708,7 @@ def apply_gradients(policy, optimizer, scale, max_norm):
     grad_norm = full(nn.utils.clip_grad_norm_(params, max_norm)).item()
     if math.isfinite(grad_norm):
         optimizer.step()
-    optimizer.zero_grad()
+    policy.zero_grad()  # also what an optimizer of the user's own leaves out
     adapt_loss_scale(policy, grad_norm)
     return grad_norm
 
@@ -817,7 +824,7 @@ def train_step(policy, optimizer, batch, step, cfg):
     dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
     metrics = token_means(sums, num_mask * t.updates_per_batch)
     metrics |= norm_metrics(grad_norms)
-    metrics["optim/lr"] = optimizer.param_groups[0]["lr"]
+    metrics["optim/lr"] = float(optimizer.param_groups[0]["lr"])
     seconds = time.perf_counter() - started
     metrics["time/train_s"] = seconds
     metrics["perf/tokens_per_s"] = t.updates_per_batch * num_tokens / seconds
@@ -1151,7 +1158,10 @@ def check_policy(policy, cfg):
     policy.train()
     most = cfg.run.max_seq_len
     longest = (rows[0] * most)[:most]
-    logp_N = score(policy, [*rows, longest], most)[: len(own_N)]
+    together_N = score(policy, rows, most)
+    beside_longest_N = score(policy, [rows[0], longest], most)[: len(rows[0]) - 1]
+    logp_N = torch.cat((together_N, beside_longest_N))
+    own_N = torch.cat((own_N, own_N[: len(rows[0]) - 1]))
     what = f"model = {cfg.run.model!r} cannot be trained: padded rows in training mode differ from its own forward"
     why = "dropout or noise of its own, logits that are not head(base model), rows that mix, or RoPE by length"
     # 0.2: random tokens are improbable, and in 16 bits their log-probabilities differ more.
@@ -1301,17 +1311,21 @@ def load_checkpoint(path, policy, optimizer, cfg):
     if any(name.startswith("optimizer/") for name in saved):  # there is none if every step was skipped
         # Called for its step at rate 0, which makes the tensors to load into.
         get_optimizer_state_dict(policy, optimizer)
-    # Tensors in `extra` may come from a recipe that makes them later than this.
+    # Tensors in `extra` may come from a recipe that makes them later than this; "ema/<parameter>" is sharded like it.
     for key, meta in saved.items():
         name = key.removeprefix("extra/")
         if key.startswith("extra/") and name not in policy.extra:
             like = {"dtype": meta.properties.dtype, "device": policy.device}
-            policy.extra[name] = torch.zeros(meta.size, **like)
+            p = policy.trained().get(name.partition("/")[2])
+            policy.extra[name] = torch.zeros(meta.size, **like) if p is None else torch.zeros_like(p.detach())
     # A parameter that never had a gradient has no state there; all parameters must be there.
     wanted = {}
     for name, tensor in state_of(policy, optimizer).items():
         if name in saved or name.startswith("policy/"):
             wanted[name] = tensor
+    lost = [name for name in saved if name.startswith("optimizer/") and name not in wanted]
+    what = f"{path} has {len(lost)} tensors that this optimizer does not make in its first step: {lost[:3]}"
+    require(not lost, CONFIG, what)
     dcp.load(wanted, storage_reader=reader)
     return state["step"]
 
@@ -1419,7 +1433,8 @@ def saved_batches(cfg):
 
 def count_useless(streak, numbers, step, is_replay):
     """The number of consecutive useless steps. Raises RunError with NUMERICS at three."""
-    is_useless = numbers["optim/skipped"] or (numbers["policy/kl_sampler"] > 1 and not is_replay)
+    is_skipped = not math.isfinite(numbers["optim/grad_norm"])  # as a whole
+    is_useless = is_skipped or (numbers["policy/kl_sampler"] > 1 and not is_replay)
     streak = streak + 1 if is_useless else 0
     what = f"no finite gradient, or a KL above 1, in three consecutive steps; step {step}: {numbers}"
     require(streak < 3, NUMERICS, what)

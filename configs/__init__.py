@@ -233,12 +233,12 @@ def check(flat):
         else:
             must(words.__contains__, key, f"one of {words}")
     must(lambda name: re.fullmatch(r"[^./][^/]*", name), "run_name", "the name of a directory")
-    for url in flat["inference.urls"]:
-        require(re.match("https?://.", url), CONFIG, f"key 'inference.urls': {url!r} must be like http://host:port")
+    is_url = re.compile("https?://.*[^/]").fullmatch
+    must(lambda urls: all(map(is_url, urls)), "inference.urls", "like http://host:port")
     for flag in flat["inference.args"]:
         is_free = flag not in TAKEN.split() and re.fullmatch("[a-z0-9_]+", flag)
-        what = "must be a flag of vLLM, written with _, that is not set by launch.sh"
-        require(is_free, CONFIG, f"key 'inference.args.{flag}': {what}")
+        what = f"key 'inference.args.{flag}': must be a flag of vLLM, written with _, that is not set by launch.sh"
+        require(is_free, CONFIG, what)
 
 
 def check_pairs(flat):

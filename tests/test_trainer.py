@@ -123,6 +123,12 @@ def test_an_agent_that_spoke_in_one_rollout_alone_has_no_advantage(name):
     assert trainer.compute_advantages([], name) == []  # a batch of demonstrations
 
 
+def test_an_advantage_that_knows_no_turns_is_refused_with_gamma():
+    with pytest.raises(RunError, match="advantages:gdpo' knows no turns") as e:
+        by_turn([[member(1.0, num_turns=2), member(0.0)]], "advantages:gdpo", gamma=0.5)
+    assert e.value.code == 2
+
+
 def test_advantages_by_turn_are_returns_to_go_over_the_whole_group():
     """By hand: gamma 1/2, returns 1.5, 1, 2 and 0.5, 1; the second ended before turn 2, where it counts 0."""
     group = [member(3.0, [1.0, 0.0, 2.0]), member(1.0, [0.0, 1.0])]
@@ -349,6 +355,26 @@ def test_demonstrations_are_imitated_alone_and_beside_rollouts(make_cfg, tmp_pat
     assert math.isfinite(metrics["loss"]) and all(grad.isfinite().all() for grad in grads.values())
     micro = trainer.collate(batch.sequences[11:], CPU)
     assert set(zip(micro["row_N"].tolist(), micro["temperature_N"].tolist())) == {(0, 0.5), (1, 1.0)}
+
+
+def with_hint(micro, logp_N, entropy_N):
+    """A loss that reads a field of the environment's."""
+    return -micro["hint_N"] * micro["adv_N"] * logp_N, {}
+
+
+@pytest.mark.parametrize("loss", ["losses:gspo", "dr_grpo", "cispo", "test_trainer:with_hint"])
+def test_demonstrations_leave_the_policys_term_alone(loss, make_cfg, tmp_path):
+    """They are no sequences to divide by, and the fields that they lack, which are nan there, reach no gradient."""
+    cfg = make_cfg(f"trainer.loss={loss}", UNCLIPPED)
+    sampled = [s | {"hint": [0.5] * len(s["tokens"])} for s in make_sequences()]
+    shown = []
+    for s in make_sequences(seed=9):
+        demonstration = toy.as_demonstration(s) | {"reward": None, "group": -1, "rollout": 0}
+        shown.append(demonstration | {"ce": [1e-12 * weight for weight in demonstration["ce"]]})
+    _, alone, _ = gradients(cfg, batch_of(tmp_path, sampled))
+    metrics, beside, _ = gradients(cfg, batch_of(tmp_path, sampled + shown))
+    same(alone, beside)
+    assert metrics["optim/skipped"] == 0 and math.isfinite(metrics["loss"])
 
 
 @pytest.mark.parametrize("loss, weight", [
@@ -747,6 +773,13 @@ def test_three_steps_without_a_finite_gradient_end_the_run(make_cfg, tmp_path):
     assert [line["step"] for line in lines(metrics)] == [0, 1] and "NaN" not in metrics.read_text()
 
 
+def test_a_step_of_several_that_is_skipped_makes_no_batch_useless():
+    metrics = trainer.norm_metrics([math.inf, 1.0, 2.0]) | {"policy/kl_sampler": 0.0}
+    assert metrics["optim/skipped"] == 1 and trainer.count_useless(2, metrics, 0, False) == 0
+    metrics |= trainer.norm_metrics([math.inf, math.nan])
+    assert trainer.count_useless(1, metrics, 0, False) == 2
+
+
 def test_one_improbable_token_is_no_policy_far_away(make_cfg, tmp_path):
     """One of 200 tokens that the sampler found e^12 times less probable, step after step."""
     cfg = make_cfg()
@@ -1060,6 +1093,30 @@ def test_a_checkpoint_is_written_in_files_that_fit_into_memory(trained, make_cfg
     assert tensors.keys() == loaded.keys() and all(torch.equal(tensors[key], loaded[key]) for key in tensors)
 
 
+def test_what_a_recipe_makes_of_a_parameter_comes_back_sharded_like_it(trained, make_cfg, tmp_path):
+    cfg = make_cfg("trainer.dtype=bf16")
+    policy, optimizer = trained(cfg)
+    name, p = list(policy.trained().items())[0]
+    policy.extra[f"ema/{name}"] = p.detach().clone()
+    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
+    fresh = trainer.build_policy(cfg)
+    trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", fresh, adamw(fresh), cfg)
+    ema = fresh.extra[f"ema/{name}"]
+    assert type(ema) is type(p.detach()) and ema.lerp_(fresh.trained()[name].detach(), 0.5).shape == p.shape
+    assert torch.equal(trainer.full(ema), trainer.full(p.detach()))
+
+
+def test_state_that_an_optimizer_makes_late_is_not_lost_without_a_word(trained, make_cfg, tmp_path):
+    cfg = make_cfg()
+    policy, optimizer = trained(cfg)
+    for p, state in optimizer.state.items():
+        state["slow"] = p.detach().clone()
+    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
+    with pytest.raises(RunError, match="tensors that this optimizer does not make in its first step: .*slow") as e:
+        trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", policy, adamw(policy), cfg)
+    assert e.value.code == 2
+
+
 def test_a_checkpoint_before_any_step_has_succeeded_loads(trained, make_cfg, tmp_path):
     """Steps whose gradient is not finite are skipped; by then AdamW has no moments."""
     cfg = make_cfg()
@@ -1241,6 +1298,33 @@ def sgd_with_names(params, t, names):
     optimizer = torch.optim.SGD(params, t.learning_rate)
     optimizer.named = dict(zip(names, params))
     return optimizer
+
+
+def of_the_last(params, t):
+    return torch.optim.AdamW(params[-2:], torch.tensor(0.0))
+
+
+def test_gradients_that_an_optimizer_leaves_out_do_not_pile_up(make_cfg, tmp_path):
+    """Nor is its rate, a tensor, a line of metrics.jsonl that cannot be written."""
+    cfg = make_cfg("trainer.optimizer=test_trainer:of_the_last", UNCLIPPED)
+    policy = trainer.build_policy(cfg)
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
+    batch = batch_of(tmp_path, make_sequences())
+    found = [trainer.train_step(policy, optimizer, batch, step, cfg)[0] for step in (0, 1, 2)]
+    norms = [metrics["optim/grad_norm"] for metrics in found]
+    assert norms[0] > 0 and norms == pytest.approx([norms[0]] * 3, rel=1e-5)
+    assert type(found[0]["optim/lr"]) is float
+
+
+def test_the_check_of_the_policy_holds_two_long_rows_at_most(make_cfg, monkeypatch):
+    cfg = make_cfg()
+    policy = trainer.build_policy(cfg)
+    asked = []
+    score = trainer.score
+    monkeypatch.setattr(trainer, "score", lambda policy, rows, most: asked.append(rows) or score(policy, rows, most))
+    trainer.check_policy(policy, cfg)
+    longest = [max(map(len, rows)) for rows in asked]
+    assert max(longest) == cfg.run.max_seq_len and [len(rows) for rows in asked][longest.index(max(longest))] == 2
 
 
 def sgd(params, t):

@@ -223,10 +223,7 @@ def add_effects(sequences, info, t):
     micro = trainer.collate(sequences, torch.device("cpu"))
     if t.importance or micro["old_logp_N"].isnan().any():
         return
-    micro |= {"num_sequences": len(sequences), "max_tokens": info["max_tokens"]}
-    for name in trainer.WEIGHTS:
-        micro[f"num_{name}"] = trainer.count_weights(sequences, name)
-    micro["num_mask"] = max(1, micro["num_mask"])
+    micro |= trainer.count_all(sequences, info)
     logp_N = micro["logp_N"].requires_grad_()
     try:
         terms, logs = trainer.compute_loss(micro, logp_N, None, t._replace(beta=0.0))

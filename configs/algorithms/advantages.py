@@ -4,6 +4,8 @@ reward function gave), num_tokens and num_turns. Copy one to write your own."""
 
 import torch
 
+from configs.runtime.role import CONFIG, require
+
 
 def zero(rewards_G, group):
     """Rewards that only measure: what is learned comes from other weights, e.g. a teacher's."""
@@ -19,10 +21,10 @@ def maxrl(rewards_G, group):
 def gdpo(rewards_G, group):
     """The weighted sum of (r - mean) / std over the reward functions, each normalized by itself, so that one with a
     wide range does not drown another; then normalized over the batch (GDPO, 2601.05242). The weights are those that the
-    rubric puts into state["reward_weights"], as env.Rubric does. Raises ValueError if there are none."""
+    rubric puts into state["reward_weights"], as env.Rubric does. Raises RunError if there are none."""
     weights = group[0].get("reward_weights")
-    if not weights:
-        raise ValueError("gdpo needs the weights of reward functions in state['reward_weights']; this rubric sets none")
+    what = "trainer.advantage = 'advantages:gdpo' needs state['reward_weights'] = {function: weight}, from the rubric"
+    require(weights, CONFIG, what)
     total_G = torch.zeros_like(rewards_G)
     for name, weight in weights.items():
         r_G = torch.tensor([rollout["metrics"][name] for rollout in group], dtype=torch.float64)
@@ -46,6 +48,8 @@ def brief(rewards_G, group):
 def running(rewards_G, group):
     """r - b, where b is a running mean of the agent's rewards in all groups (RAE, 2506.24119), which
     orchestrator.order = "orders:RunningBaseline" keeps: for agents whose groups all end alike."""
-    agent = group[0]["agent"]
-    baseline_G = torch.tensor([rollout["metrics"][f"baseline_{agent}"] for rollout in group], dtype=torch.float64)
+    name = f"baseline_{group[0]['agent']}"
+    what = "trainer.advantage = 'advantages:running' needs orchestrator.order = 'orders:RunningBaseline'"
+    require(name in group[0]["metrics"], CONFIG, what)
+    baseline_G = torch.tensor([rollout["metrics"][name] for rollout in group], dtype=torch.float64)
     return rewards_G - baseline_G

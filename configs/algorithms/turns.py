@@ -6,7 +6,8 @@ on when the rollout itself stops; a mean over those still going would be a bonus
 
 import torch
 
-from configs.runtime.role import DATA, require
+from configs import find
+from configs.runtime.role import CONFIG, DATA, require
 
 
 def returns(rollout, gamma):
@@ -33,6 +34,8 @@ def compute_advantages(rollouts, t, compute):
     A group without rewards by turn, at gamma = 1, keeps one advantage per rollout. "batch_std" is over the rollouts'
     whole rewards: over a late turn's, of which most are 0, the few others would be far too large."""
     name = t.advantage
+    is_over_batch = ":" in name and getattr(find(name), "over_batch", False)
+    require(not is_over_batch, CONFIG, f"trainer.advantage = {name!r} knows no turns: no trainer.gamma, no TurnRubric")
     scale = 1.0
     if name == "batch_std":
         name = "mean"
