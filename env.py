@@ -256,6 +256,8 @@ class SingleTurnEnv:
         self.head = list(few_shot)
         if system_prompt:
             self.head.insert(0, {"role": "system", "content": system_prompt})
+        is_text = any(isinstance(row.get("prompt"), str) for row in self.dataset)
+        ensure(not is_text or not self.head, "a prompt that is text takes no system_prompt and no few_shot")
         # What a reward function lacks is found now. Subclasses may have more to give.
         if type(self) is SingleTurnEnv and type(self.rubric) is Rubric:
             for func, _, objects in self.rubric.parts:
@@ -269,7 +271,11 @@ class SingleTurnEnv:
         state = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}}
         state |= {"tools": self.tools, "completion": [], "turn": 0, "step": 0}
         state = copy.deepcopy(state)  # a rollout may change its own
-        task = copy.copy(row.get("task", row))
+        task = row.get("task", row)
+        try:
+            task = copy.deepcopy(task)
+        except Exception:  # a column has a lock, a client, ...
+            task = copy.copy(task)
         return state | {"task": task, "parser": self.parser}
 
     async def rollout(self, state, generate):

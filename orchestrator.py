@@ -166,6 +166,7 @@ class Rollout:
     turn_rewards: list[float] | None = None  # if the rubric gives them
     agent_rewards: dict = field(default_factory=dict)  # {agent: reward}; agents that are not in it have `reward`
     metrics: dict = field(default_factory=dict)  # of each reward function
+    reward_weights: dict = field(default_factory=dict)  # of each, if the rubric says them
     truncated: bool = False
     error: str = ""  # why it was lost, and where
 
@@ -176,10 +177,11 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 WRITER = ThreadPoolExecutor(1)  # of batches
+UNBIASED = {"stop", "max_tokens", "parallel_tool_calls", "tool_choice"}  # what a turn that is trained may ask for
 TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jsonl has them
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
-METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key", "reward_weights"}
+METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
 WEIGHTS = ("mask", "ce", "teacher")  # of a token in the terms of the loss
 DTYPES = {"tokens": np.int32, "mask": np.bool_, "turn": np.int32}  # of fields; all others are float32
 DTYPES["routes"] = np.int16
@@ -228,15 +230,25 @@ def check_fields(sequence):
 
 def describe(error, most=400):
     """Type and text of an error, and the line of the user's code where it arose."""
-    return f"{type(error).__name__}: {str(error)[:most]}{place_of(error)}"
+    return f"{type(error).__name__}: {as_text(error, str)[:most]}{place_of(error)}"
 
 
 async def guard(rollouts, work, timeout_s):
-    """User code and HTTP may fail here and nowhere else: the rollouts are lost then, and counted by r.error."""
+    """User code and HTTP may fail here and nowhere else: the rollouts are lost then, and counted by r.error. The work
+    is a task of its own, since user code may cancel the one that it runs in."""
+
+    async def attempt():
+        try:
+            await work
+        except SystemExit as e:  # out of a task it would end the event loop
+            return e
+
     try:
         async with asyncio.timeout(timeout_s):
-            return await work
-    except BaseException as e:  # user code may raise CancelledError or SystemExit as well
+            error = await asyncio.create_task(attempt())
+        if error:
+            raise error
+    except BaseException as e:  # CancelledError as well
         if isinstance(e, RunError | KeyboardInterrupt) or asyncio.current_task().cancelling():
             raise
         for r in rollouts:
@@ -255,6 +267,8 @@ async def run_rollout(env, row, ask, step, cfg):
 
     async def generate(prompt, tools=None, agent="", trainable=True, whole=False, **own):
         """What the environment calls for each turn of the policy. Returns its message, or the `whole` reply."""
+        biasing = own.keys() - UNBIASED if trainable else None
+        ensure(not biasing, f"generate(): {biasing} would change what the policy says: only with trainable=False")
         reply = await ask(prompt, tools, own=own)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
@@ -292,19 +306,25 @@ async def run_rollout(env, row, ask, step, cfg):
             check_fields(sequence)
             if r.truncated and o.mask_truncated_completions:
                 sequence["mask"] = np.zeros_like(sequence["mask"])
-        scoring = env.rubric.score
-        r.reward, r.metrics = checked_score(scoring, await scoring(r.state))
-        if r.state.get("turn_rewards") is not None:
-            r.turn_rewards = [finite(scoring, reward) for reward in r.state["turn_rewards"]]
-            what = f"turn_rewards has {len(r.turn_rewards)} numbers for {r.num_turns} turns"
-            ensure(len(r.turn_rewards) == r.num_turns, what)
-        for agent, reward in r.state.get("agent_rewards", {}).items():
-            r.agent_rewards[str(agent)] = finite(scoring, reward)
+        await add_rewards(r, env.rubric.score)
 
     await guard([r], play(), o.generation_timeout)
     if not r.error:  # a silent server loses rollouts, too; generation_timeout is shorter than the watchdog's
         heartbeat()
     return r
+
+
+async def add_rewards(r, scoring):
+    """What a rubric returns, and what it may put into the state."""
+    r.reward, r.metrics = checked_score(scoring, await scoring(r.state))
+    if r.state.get("turn_rewards") is not None:
+        r.turn_rewards = [finite(scoring, reward) for reward in r.state["turn_rewards"]]
+        what = f"turn_rewards has {len(r.turn_rewards)} numbers for {r.num_turns} turns"
+        ensure(len(r.turn_rewards) == r.num_turns, what)
+    for agent, reward in r.state.get("agent_rewards", {}).items():
+        r.agent_rewards[str(agent)] = finite(scoring, reward)
+    for name, weight in r.state.get("reward_weights", {}).items():
+        r.reward_weights[str(name)] = finite(scoring, weight)
 
 
 async def run_group(env, row, size, ask, step, cfg, running):
@@ -359,6 +379,7 @@ class Order:
     def __init__(self, rows, cfg, state=None, **args):
         require(not args, CONFIG, f"orchestrator.order_args: {type(self).__name__} knows no {sorted(args)}")
         state = state or {"next": 0, "open": [], "extra": {}}
+        self.env = ""  # its environment's name, which run() sets
         self.rows = rows
         self.cfg = cfg
         self.next = state["next"]
@@ -485,9 +506,12 @@ def save_batch(path, sequences, info):
     data = {"lens": np.array(lens, np.int32)}
     for name in sorted(names):
         parts = []
+        dtype = DTYPES.get(name, np.float32)
+        unknown = np.nan if dtype == np.float32 else -1  # in sequences that lack it
+        example = next(s[name] for s in sequences if name in s)
         for s, num in zip(sequences, lens):
-            values = s.get(name, [np.nan] * num)
-            part = np.array(values, DTYPES.get(name, np.float32))
+            values = s.get(name, np.full((num, *np.shape(example)[1:]), unknown))
+            part = np.array(values, dtype)
             require(len(part) == num, DATA, f"field {name!r} has {len(part)} values for {num} tokens")
             is_trained = name in WEIGHTS and np.nan_to_num(part[:1]).any()
             require(not is_trained, DATA, f"{path}: a first token is a loss token")
@@ -510,7 +534,6 @@ def metadata_of(group, i):
     """What is said of rollout number i of a group, beside its conversation and its tokens."""
     about = dict(vars(group.rollouts[i]))
     del about["state"], about["sequences"]
-    about["reward_weights"] = group.rollouts[i].state.get("reward_weights", {})
     about |= {"env": group.env, "example": group.row, "group": group.index}
     return about | {"rollout": i, "dropped": group.dropped}
 
@@ -537,10 +560,10 @@ def to_json(line):
         return json.dumps(line | texts) + "\n"
 
 
-def as_text(value):
-    """repr(value), which may fail if a user's object is in it."""
+def as_text(value, form=repr):
+    """repr(value), or str(value), which may fail if a user's object is in it."""
     try:
-        return repr(value)
+        return form(value)
     except Exception:
         return f"<{type(value).__name__}>"
 
@@ -559,7 +582,7 @@ async def commit_batch(step, groups, extra, orders, run_dir, cfg):
                 reward = r.agent_rewards.get(s["agent"], r.reward)
                 sequences.append(about | s | {"reward": reward})
     info = {"run": identity(cfg), "step": step, "max_tokens": cfg.sampling.max_tokens}
-    info["metrics"] = rollout_metrics(groups, sequences)
+    info["metrics"] = rollout_metrics(groups, step)
     state = {name: order.state() for name, order in orders.items()}
     info["sampler"] = json.loads(json.dumps(state))  # a copy: orders go on
 
@@ -619,12 +642,13 @@ def means(rows, prefix=""):
     return {name: np.mean(values) for name, values in columns.items()}
 
 
-def rollout_metrics(groups, sequences):
+def rollout_metrics(groups, step):
     """Metrics of one batch. Rewards are over every scored rollout, also of filtered groups: without the flat ones the
     mean would mislead. tools/watch.py has them for each environment of a mix."""
     rollouts = sum((group.rollouts for group in groups), [])
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    staleness = [s["staleness"] for s in sequences]  # in versions
+    trained = sum((group.rollouts for group in groups if not group.dropped), [])
+    staleness = [step - min(r.versions) for r in trained if r.reward is not None]  # in versions
     errors = Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
     metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
     metrics |= Counter(f"group/{group.dropped or 'kept'}" for group in groups)
@@ -692,6 +716,7 @@ async def run(cfg):
     for name, env in envs.items():
         known = state.get(name)
         orders[name] = make_order(env.dataset, cfg, known, **o.order_args)
+        orders[name].env = name
     write_config(run_dir, text)
     report("[orchestrator] ready")  # the launcher now starts the servers
     gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time

@@ -279,6 +279,8 @@ class Server(WeightReceiver):
             if FAKE.get("teacher") == "500":
                 return web.json_response({"error": "fault asked for"}, status=500)
             await asyncio.sleep(3600 if FAKE.get("teacher") == "hang" else 0)
+            if len(body["prompt"]) + body["max_tokens"] > self.args.max_model_len:
+                return web.json_response({"error": "This model's maximum context length is exceeded"}, status=400)
             async with self.lock:
                 return web.json_response(await asyncio.to_thread(self.score, name, body["prompt"]))
         if "ignore_eos" in body:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import all_batches, launch, lines, write_run
 from safetensors.torch import load_file
+from think_env import DROPS
 from transformers import AutoModelForCausalLM
 
 import trainer
@@ -76,6 +77,24 @@ def test_a_teacher_that_knows_more_reads_another_prompt(distilled, network, run,
         assert np.abs(s["teacher_logp"].numpy()[first:] - expected)[is_own].max() < 1e-4
         differ += np.abs(s["teacher_logp"] - s["old_logp"]).numpy()[first:][is_own].max() > 1e-3
     assert differ == len(batches[0].sequences)
+
+
+def test_the_last_token_of_a_full_sequence_is_not_taught(distilled):
+    """vLLM answers no prompt of max_seq_len tokens: without this the rollouts that fill the context would be lost."""
+    found, batches = distilled("single", "orchestrator.sampling.max_tokens=63")
+    assert not any(r["error"] for r in found)
+    full = [s for batch in batches for s in batch.sequences if len(s["tokens"]) == 64]
+    assert full and all(s["teacher"][-1] == 0 and s["teacher"][-2] == 0.5 and s["mask"][-1] for s in full)
+
+
+def test_a_prompt_for_the_teacher_stands_for_one_conversation(run, tmp_path):
+    """The template drops what the policy said, so each turn is a sequence of its own."""
+    template = tmp_path / "drops.jinja"
+    template.write_text(DROPS)
+    with pytest.raises(RunError, match="DataError: teacher.prompt stands for one prompt, but the rollout has") as e:
+        on = [*ON, "teacher.prompt=distill_tasks:hint", "orchestrator.max_error_share=0.5"]
+        run(9, TASK.format("turns"), *on, f"chat_template={template}", template=str(template))
+    assert e.value.code == 4
 
 
 @pytest.mark.parametrize(

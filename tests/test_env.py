@@ -171,6 +171,21 @@ def test_rewards_by_turn_add_up_and_the_rest_counts_at_the_last_turn():
         play(Echo(ROWS, max_turns=3, rubric=Rubric([each])), ROWS[0], "1", "2", "3")
 
 
+def test_a_rollout_may_change_its_row_and_no_other_sees_it():
+    rows = [{"question": "q", "info": {"n": 0}, "more": [1]}]
+    env = SingleTurnEnv(rows)
+    state = env.start(env.dataset[0])
+    state["task"]["info"]["n"] += 1
+    state["task"]["more"].append(2)
+    assert env.start(env.dataset[0])["task"] == rows[0] == {"question": "q", "info": {"n": 0}, "more": [1]}
+
+
+def test_text_for_base_models_takes_no_messages_before_it():
+    for own in ({"system_prompt": "s"}, {"few_shot": [{"role": "user", "content": "a"}]}):
+        with pytest.raises(DataError, match="a prompt that is text takes no system_prompt and no few_shot"):
+            SingleTurnEnv([{"prompt": "2 + 2 ="}], **own)
+
+
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 

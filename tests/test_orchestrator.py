@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 
 import httpx
 import numpy as np
@@ -115,6 +116,16 @@ def test_batch_files_carry_fields_by_name(kind, tmp_path):
         assert e.value.code == 4
 
 
+def test_sequences_without_a_field_of_whole_numbers_have_unknown_ones(tmp_path):
+    """Demonstrations beside routes, which have a shape of their own; a recipe's extra sequences without turns."""
+    path = tmp_path / "step_000000.safetensors"
+    plain = {"tokens": [5, 6], "mask": [0, 1], "old_logp": [0.0, -1.0], "reward": 1.0}
+    save_batch(path, [plain, plain | {"turn": [0, 0], "routes": np.ones((2, 3, 4), np.int16)}], {"step": 0})
+    first, second = load_batch(path).sequences
+    assert first["turn"].tolist() == [-1, -1] and second["turn"].tolist() == [0, 0]
+    assert first["routes"].shape == second["routes"].shape == (2, 3, 4) and (first["routes"] == -1).all()
+
+
 def test_what_is_asked_again(make_cfg):
     """Lost connections, 429 and 5xx three times; what the server refuses never; too long a prompt is no error."""
     answers = {"busy": [429, 503, 200], "down": [500] * 9, "wrong": [404], "long": [400], "full": [400]}
@@ -176,6 +187,27 @@ def rollouts_of(cfg, env=SingleTurnEnv, n=1, ask=ask, places=9):
     env = env([{"question": "?"}], rubric=Rubric([constant]))
     group = orchestrator.run_group(env, env.dataset[0], n, ask, 0, cfg, asyncio.Semaphore(places))
     return asyncio.run(asyncio.wait_for(group, 30))
+
+
+class Asks(SingleTurnEnv):
+    own = {"temperature": 0.2}
+
+    async def rollout(self, state, generate):
+        state["completion"].append(await generate(state["prompt"], trainable=False, **self.own))
+        state["completion"].append(await generate(state["prompt"], **self.own))
+
+
+def test_a_turn_that_is_trained_is_sampled_as_the_run_says(make_cfg):
+    """Other settings would be trained on as if they were the policy's."""
+    asked = []
+
+    async def ask_with(prompt, tools=None, user="", own=()):
+        asked.append(own)
+        return await ask(prompt, tools, user)
+
+    (r,) = rollouts_of(make_cfg(), Asks, ask=ask_with)
+    assert r.reward is None and r.error.startswith("DataError: generate(): {'temperature'} would change")
+    assert asked == [Asks.own]
 
 
 def test_a_straggler_holds_one_place_and_not_its_groups(make_cfg):
@@ -268,10 +300,22 @@ def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
     async def leaks():
         raise asyncio.CancelledError
 
+    async def cancels_itself():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    async def swallows_its_cancellation():
+        with suppress(asyncio.CancelledError):
+            await cancels_itself()
+        raise LookupError("later")
+
     async def go():
-        r = Rollout({}, reward=1.0, metrics={"exact": 1.0})
-        await orchestrator.guard([r], leaks(), 5)
-        assert r.reward is None and r.metrics == {} and r.error.startswith("CancelledError")
+        errors = {leaks: "CancelledError", cancels_itself: "CancelledError", swallows_its_cancellation: "LookupError"}
+        for work, error in errors.items():
+            r = Rollout({}, reward=1.0, metrics={"exact": 1.0})
+            await orchestrator.guard([r], work(), 5)
+            assert r.reward is None and r.metrics == {} and r.error.startswith(error)
+            assert not asyncio.current_task().cancelling()
         task = asyncio.create_task(orchestrator.guard([r], asyncio.sleep(60), 90))
         await asyncio.sleep(0)
         task.cancel()
@@ -281,10 +325,20 @@ def test_a_cancellation_by_user_code_loses_its_rollout_and_a_real_one_ends_it():
     asyncio.run(go())
 
 
+class Textless(Exception):
+    def __str__(self):
+        return 7
+
+
+def raises(error):
+    raise error
+
+
 @pytest.mark.parametrize("function, error", [
     (lambda: next(iter(())), "RuntimeError: <lambda> raised StopIteration"),
     (lambda: sys.exit(2), "SystemExit: 2 in <lambda>, test_orchestrator.py"),
-], ids=["StopIteration", "SystemExit"])  # fmt: skip
+    (lambda: raises(Textless()), "Textless: <Textless> in raises, test_orchestrator.py"),
+], ids=["StopIteration", "SystemExit", "no text"])  # fmt: skip
 def test_what_asyncio_treats_as_its_own_loses_its_rollout(function, error):
     """A future takes no StopIteration, so its waiter would hang; SystemExit would end the run, seemingly with 2."""
     r = Rollout({}, reward=1.0)
@@ -587,6 +641,7 @@ def test_an_order_keeps_and_adds_groups(run):
         assert len(batch.sequences) == 16 + len(added) and len(added) == (4 if n > 1 else 0)
         assert batch.info["metrics"]["rollout/num"] >= len(batch.sequences)
         assert {s["staleness"] for s in added} <= {n}
+        assert batch.info["metrics"]["staleness/max"] == 0  # of the others
         assert all(s["example"] % 3 for s in batch.sequences if s["group"] < 1000)
 
 
@@ -601,13 +656,14 @@ def test_a_group_without_rewards_is_not_an_orders_to_keep(run):
 
 
 def test_each_version_is_evaluated_once_and_holds_its_batch(run):
-    run_dir = run(5, NOISE, "eval.every=2", fake={"generate_s": 0.2})
+    run_dir = run(5, NOISE, "eval.every=2", "eval.temperature=0.5", fake={"generate_s": 0.2})
     found = lines(run_dir / "eval.jsonl")
     assert [e["step"] for e in found] == [0, 2, 4, 5]
     assert all(e["version_first"] == e["version_last"] == e["step"] for e in found)
     assert all(e["n"] == 3 and e["errors"] == 0 and e["noise"] == e["reward/mean"] for e in found)
     kept = lines(run_dir / "eval_rollouts.jsonl")
     assert [(r["step"], r["group"]) for r in kept] == [(e["step"], i) for e in found for i in range(3)]
+    assert {r["temperature"] for r in kept} == {0.5}
 
 
 def test_rollouts_of_evaluations_need_not_be_kept(run):

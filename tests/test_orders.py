@@ -152,6 +152,16 @@ def test_demonstrations_are_a_share_of_each_batch(run, demonstrations):
         assert [s["tokens"].tolist() for s in batch.sequences if s["group"] == -1] == expected
 
 
+def test_one_of_several_environments_adds_the_demonstrations(run, demonstrations):
+    two = '[[env]]\nid = "think_env"\n[[env]]\nid = "think_env"\nname = "b"'
+    batches = all_batches(run(2, two, *demonstrations))
+    shown = [s["tokens"].tolist() for batch in batches for s in batch.sequences if s["group"] == -1]
+    assert len(shown) == 8 and len({*map(tuple, shown)}) == 7
+    with pytest.raises(RunError, match="share = 0.01 of batch_size = 16 is none") as e:
+        run(2, two, demonstrations[0], demonstrations[1].replace("0.25", "0.01"))
+    assert e.value.code == 2
+
+
 def args_of(overrides):
     return tomllib.loads(overrides[1].partition("=")[2].join(["args = ", ""]))["args"]
 

@@ -58,9 +58,10 @@ async def teach(rollouts, group, client):
 
 async def teach_one(r, states, group, client):
     t = client.cfg.teacher
-    for s in r.sequences:
-        if not (s["trainable"] and s["mask"].any()):
-            continue
+    taught = [s for s in r.sequences if s["trainable"] and s["mask"].any()]
+    what = f"teacher.prompt stands for one prompt, but the rollout has {len(taught)} sequences: forks, or agents"
+    ensure(len(taught) < 2 or not t.prompt, what)
+    for s in taught:
         tokens = s["tokens"].tolist()
         first = int(s["mask"].argmax())  # the first token that the policy said
         prefix = tokens[:first]
@@ -68,10 +69,16 @@ async def teach_one(r, states, group, client):
             messages = await call(find(t.prompt), state=r.state, states=states)
             kwargs = client.cfg.sampling.chat_template_kwargs
             body = {"messages": messages, "add_generation_prompt": True, "chat_template_kwargs": kwargs}
+            body["tools"] = r.state.get("tools")
             prefix = (await post(client, group, "/tokenize", body))["tokens"]
-        logps = await log_probabilities(client, group, prefix + tokens[first:])
-        s["teacher_logp"] = np.array([0.0] * first + logps[len(prefix) :], np.float32)
         s["teacher"] = t.weight * s["mask"].astype(np.float32)
+        ids = prefix + tokens[first:]
+        missing = 0
+        if len(ids) == client.cfg.run.max_seq_len:  # vLLM wants room for a token of its own
+            missing = 1
+            s["teacher"][-1] = 0.0
+        logps = await log_probabilities(client, group, ids[: len(ids) - missing])
+        s["teacher_logp"] = np.array([0.0] * first + logps[len(prefix) :] + [0.0] * missing, np.float32)
 
 
 async def log_probabilities(client, group, ids):
@@ -92,7 +99,7 @@ async def post(client, group, path, body):
     """The reply of the teacher, here or elsewhere, to a request."""
     t = client.cfg.teacher
     urls = client.cfg.inference.urls
-    url = t.base_url or urls[group % len(urls)]
+    url = t.base_url.rstrip("/") or urls[group % len(urls)]
     name = t.model
     if not t.base_url:
         name = served_name(client.cfg, None if t.frozen else client.version)

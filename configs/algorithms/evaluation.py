@@ -3,6 +3,7 @@ eval.keep_rollouts, of eval_rollouts.jsonl as rollouts.jsonl has them. tools/eva
 
 import asyncio
 import functools
+import itertools
 import json
 import time
 import zlib
@@ -54,7 +55,10 @@ async def roll_out(env, client):
     for i, row in enumerate(env.eval_dataset[: e.num_examples or None]):
         ask = functools.partial(sample_with_seed, client, i, Counter(), options)
         groups.append(run_group(env, row, e.rollouts_per_example, ask, client.version, cfg, running))
-    return await asyncio.gather(*groups)
+    groups = await asyncio.gather(*groups)
+    for r in itertools.chain(*groups):
+        r.temperature = e.temperature
+    return groups
 
 
 async def sample_with_seed(client, row, asked, options, prompt, tools=None, user="", own=()):

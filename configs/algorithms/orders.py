@@ -158,9 +158,13 @@ class Demonstrations(Order):
                 s |= {"ce": weight * np.array(s["mask"]), "mask": np.zeros(num), "old_logp": np.zeros(num)}
                 self.talks.append((talk, s))
         require(self.talks, CONFIG, f"{path} has no demonstration")
-        self.num = round(share * cfg.orchestrator.batch_size / len(cfg.env))  # each environment has an order
+        self.num = round(share * cfg.orchestrator.batch_size)
+        what = f"orchestrator.order_args: share = {share} of batch_size = {cfg.orchestrator.batch_size} is none"
+        require(self.num > 0, CONFIG, what)
 
     def extra(self, step):
+        if self.env not in ("", self.cfg.env[0].name):  # each environment has an order; one of them adds these
+            return []
         rollouts = []
         for i in range(step * self.num, (step + 1) * self.num):
             epoch, place = divmod(i, len(self.talks))

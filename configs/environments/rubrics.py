@@ -38,7 +38,11 @@ class GroupRubric(Rubric):
     async def score(self, state):
         alone = copy.copy(self)
         alone.parts = [part for part in self.parts if not sees_group(part[0])]
-        return await super(GroupRubric, alone).score(state)
+        result = await super(GroupRubric, alone).score(state)
+        weights = state.get("reward_weights", {})  # a TurnRubric sets none
+        for func, weight, _ in self.parts:
+            weights[name_of(func)] = weight_at(weight, state["step"])
+        return result
 
     async def score_group(self, states):
         """Returns (number to add, {function: value}) for each rollout, or [] if no function sees groups."""
@@ -60,7 +64,6 @@ class GroupRubric(Rubric):
             for i, value in enumerate(values):
                 metrics[i][name_of(func)] = finite(func, value)
                 rewards[i] += scale * metrics[i][name_of(func)]
-                states[i].setdefault("reward_weights", {})[name_of(func)] = scale
         return list(zip(rewards, metrics))
 
 
