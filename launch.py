@@ -84,7 +84,7 @@ def plan(cfg, machine):
     has_model = machine.model_size >= 0
     is_other = any(arg.startswith("model=") for arg in args)  # than the one that the TOML's script makes
     if cfg.run.prepare and not has_model and not is_other:
-        roles.append(Role("prepare", [python, cfg.run.prepare, *args], env))
+        roles.append(Role("prepare", [python, cfg.run.prepare, *args], dict(env)))
         has_model = True
     if not cfg.run.max_steps:  # --check
         roles.append(Role("estimate", [python, "tools/memory.py", *args], env))
@@ -150,6 +150,7 @@ def environment(cfg, machine, shares):
     if shares:
         overrides += '\ntrainer.sync_backend = "gloo"'  # NCCL refuses two ranks on one GPU
     env = {"ROLEMODEL_OVERRIDES": overrides, "ROLEMODEL_POLICY_URL": f"{urls[0]}/v1"}
+    env["ROLEMODEL_SHARES"] = str(int(shares))
     env["PYTHONPATH"] = f"{ROOT}:{machine.environ.get('PYTHONPATH', '')}".rstrip(":")
     if machine.ports and not machine.environ.get("NNODES"):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -177,7 +178,7 @@ def descendants(pid="self"):
 
 def send(number, pids):
     for pid in pids:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
             os.kill(pid, number)
 
 
@@ -369,7 +370,11 @@ def dump_stacks():
         send(signal.SIGABRT, [pid])
         send(signal.SIGCONT, [pid])
         with suppress(ProcessLookupError):
-            select.select([os.pidfd_open(pid)], [], [], 1.2)
+            fd = os.pidfd_open(pid)
+            poll = select.poll()  # select() takes no number above 1023
+            poll.register(fd, select.POLLIN)
+            poll.poll(1200)
+            os.close(fd)
 
 
 def on_signal(number, frame):
@@ -417,6 +422,8 @@ def main(argv):
     logs = []  # open, as far as the console has shown them
     try:
         signal.signal(signal.SIGTERM, on_signal)
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:  # not with nohup
+            signal.signal(signal.SIGHUP, on_signal)
         clear_up(run_dir, "version", "done")
         left = supervise(cfg, run_dir, roles, logs)
         if steps:
@@ -435,10 +442,11 @@ def main(argv):
     except OSError as error:  # a full disk, or a program that is not there
         code = exit_code(error, str(error))
         last = f"{error} (exit={code})"
-    with suppress(RunError, KeyboardInterrupt):
+    with suppress(RunError, KeyboardInterrupt, OSError):
         if code == DIED:
             dump_stacks()
     end_all()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     show(logs)
     clear_up(run_dir)
     say(f"[launch] {last}", fd=2 if code else 1)

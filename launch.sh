@@ -8,7 +8,7 @@
 set -u
 usage() { sed -n '2,7s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }
-[[ ! " $* " =~ " -h "|" --help " ]] || usage 0
+for word; do [[ $word != -h && $word != --help ]] || usage 0; done
 [[ $# != 0 && ! " $* " =~ " --replay" ]] || usage 2
 has() { command -v "$1" >/dev/null || fail "$1 is missing: install util-linux"; }
 has flock && has setpriv

@@ -569,8 +569,8 @@ def as_text(value, form=repr):
 
 
 async def commit_batch(step, groups, extra, orders, run_dir, cfg):
-    """Writes rollouts.jsonl, then the file whose rename makes the batch exist. extra: groups of earlier batches, which
-    are trained on once more; metrics are without them."""
+    """Writes rollouts.jsonl, then the file whose rename makes the batch exist. extra: groups of earlier batches, or
+    demonstrations, which are in that file alone."""
     sequences = []
     for group in groups + extra:
         orders[group.env].commit(group)
@@ -587,7 +587,7 @@ async def commit_batch(step, groups, extra, orders, run_dir, cfg):
     info["sampler"] = json.loads(json.dumps(state))  # a copy: orders go on
 
     def write():
-        append_rollouts(run_dir / "rollouts.jsonl", step, groups + extra)
+        append_rollouts(run_dir / "rollouts.jsonl", step, groups)
         save_batch(batch_file(run_dir, step), sequences, info)
 
     # A large batch takes seconds, which should delay no rollout. The thread is not one of user code's.

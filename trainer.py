@@ -535,8 +535,9 @@ def grpo(micro, logp_N, entropy_N, epsilon=0.2, epsilon_high=0.28, delta=math.in
     r_N = log_ratio(micro, logp_N).exp()
     adv_N = micro["adv_N"]
     clipped_N = r_N.clamp(1 - epsilon, 1 + epsilon_high) * adv_N
-    loss_N = -torch.minimum(r_N.clamp(max=delta) * adv_N, clipped_N)
-    return loss_N, {"policy/clip_frac": clipped_N < r_N * adv_N}
+    capped_N = r_N.clamp(max=delta) * adv_N
+    loss_N = -torch.minimum(capped_N, clipped_N)
+    return loss_N, {"policy/clip_frac": (clipped_N < capped_N) | (capped_N != r_N * adv_N)}
 
 
 def dr_grpo(micro, logp_N, entropy_N, epsilon=0.2, epsilon_high=0.2):

@@ -101,10 +101,13 @@ def overridden(old, new):
 
 
 def parse_override(item):
-    """Returns 'table.key=value' as {dotted key: value}. A bare word is a string. Raises ValueError otherwise."""
+    """Returns 'table.key=value' as {dotted key: value}. A bare word is a string. Raises ValueError for anything else,
+    and for words that look like a value of Python's."""
     with suppress(ValueError):
         return flatten(tomllib.loads(item))
     key, equals, word = item.partition("=")
+    if word in ("True", "False", "None") or word[:1] in ("[", "{"):
+        raise ValueError(f'{word} is no value of TOML: write true, false, ["a"], {{ a = 1 }}, or quotes around text')
     return flatten(tomllib.loads(f"{key}{equals}{to_toml_value(word)}" if equals else item))
 
 

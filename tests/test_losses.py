@@ -51,8 +51,8 @@ def by_hand(name, log_r, adv, p, p_old, delta):
         is_out = (adv > 0 and p - p_old > 0.2) or (adv < 0 and p - p_old < -0.2)
         return ((0.0 if is_out else -r * adv) + 2e-3 * log_r) * is_inside, is_out
     high = 1.28 if name == "grpo" else 1.2
-    is_out = r > high if adv > 0 else r < 0.8
-    return 0.0 if is_out or r > delta else -r * adv * is_inside, is_out
+    is_out = r > min(high, delta) if adv > 0 else r < 0.8 or r > delta
+    return 0.0 if is_out else -r * adv * is_inside, is_out
 
 
 @pytest.mark.parametrize("name, delta", [*((name, math.inf) for name in HARD), ("grpo", 4.0)])

@@ -28,7 +28,7 @@ from configs.environments.judge import http_client
 from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_conversation, tokenize_text
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
-from env import DataError, load_environment, load_rows
+from env import load_environment, load_rows
 from orchestrator import Reply, means, run_group, save_batch, stop_string, to_json
 from tools.advice import is_hopeless, lost_in_evaluation
 from tools.plot import wilson
@@ -60,7 +60,9 @@ def parse_arguments(argv):
         if not count.isdecimal() or int(count) == 0:
             parser.error(f"--generate N OUT: N must be a number above 0, not {count!r}")
         args.num = int(count)
-    return args, configs.load_config(args.config, args.overrides)
+    cfg = configs.load_config(args.config, args.overrides)
+    cfg.trainer = cfg.trainer._replace(replay_routing=False)  # which needs what only vLLM says
+    return args, cfg
 
 
 # --- rollouts against any server --------------------------------------------------------------------------------------
@@ -138,6 +140,8 @@ def sampling_of(cfg, is_training):
     more = {}
     if cfg.sampling.chat_template_kwargs:
         more["chat_template_kwargs"] = cfg.sampling.chat_template_kwargs
+    if cfg.sampling.allow_biased_sampling:
+        more |= {key: getattr(cfg.sampling, key) for key in ("top_k", "min_p", "repetition_penalty")}
     if not cfg.sampling.skip_special_tokens:
         more["skip_special_tokens"] = False
     return sampling | {"extra_body": more} if more else sampling
@@ -158,7 +162,7 @@ async def roll_out(env, rows, k, ask, cfg, on_group):
 def as_line(name, example, i, rollout):
     line = {"env": name, "example": example, "rollout": i}
     for key in ("tools", "prompt", "completion", "answer", "info"):
-        line[key] = rollout.state[key]
+        line[key] = rollout.state.get(key)
     for key in ("reward", "turn_rewards", "num_turns", "metrics", "truncated", "error"):
         line[key] = getattr(rollout, key)
     return line
@@ -376,8 +380,8 @@ def read_groups(path, min_reward, is_imitation, cfg):
         check_line(line, where)
         try:
             rollout = as_rollout(line, tokenizer, stops, cfg)
-        except DataError as e:
-            raise RunError(DATA, f"{where}: {e}") from e
+        except Exception as e:  # what others have written
+            raise RunError(DATA, f"{where}: {e!r}") from e
         why = why_left_out(rollout, min_reward, is_imitation, cfg)
         if why:
             left_out[why] += 1

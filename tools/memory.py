@@ -6,6 +6,7 @@ The trainer's numbers come from trainer.py itself, in which every tensor has a s
 and a group of ranks of which only the first exists. It is eager; torch.compile needs a little less. vLLM's are
 arithmetic: its cache of keys and values gets what the weights, CUDA and a sampling pass leave of its share."""
 
+import os
 import sys
 import weakref
 from pathlib import Path
@@ -143,7 +144,8 @@ def trainer_need(cfg, card):
     """Bytes on rank 0's GPU of `card` bytes: {phase: peak} of a step that is not the first, with two of the largest
     micro-batches, and `state`, what is there between steps."""
     cfg.trainer = cfg.trainer._replace(compile=False)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.trainer.gpus)
+    num_ranks = cfg.trainer.gpus * int(os.environ.get("NNODES") or 1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     peaks = {}
     with FakeTensorMode(allow_non_fake_inputs=True):
         policy = trainer.build_policy(cfg)
@@ -262,9 +264,10 @@ def estimate(cfg, cards):
 
 
 def is_shared(cfg):
-    """Does the trainer use vLLM's GPU? The launcher then sets gloo; without it a share of at most half says so."""
+    """Does the trainer use vLLM's GPU? The launcher says it; without one a share of at most half does."""
     share = cfg.inference.args.get("gpu_memory_utilization", 1)
-    return share <= 0.5 or cfg.inference.sleep or cfg.trainer.sync_backend == "gloo"
+    guess = share <= 0.5 or cfg.inference.sleep
+    return bool(int(os.environ.get("ROLEMODEL_SHARES", guess)))
 
 
 def main(argv):
@@ -273,6 +276,7 @@ def main(argv):
         cards = [torch.cuda.get_device_properties(0).total_memory]
     if "--gib" in argv:
         at = argv.index("--gib")
+        require(argv[at + 1 :], CONFIG, "--gib needs a number")
         cards = [int(float(argv[at + 1]) * GIB)]
         argv = argv[:at] + argv[at + 2 :]
     cfg = configs.arguments(__doc__, argv)

@@ -66,8 +66,6 @@ class Batches:
         complete = -1
         while True:
             for line in self.lines.new():
-                if line["group"] < 0:  # a demonstration (orders:Demonstrations)
-                    continue
                 if self.open and line["step"] != self.open[0]["step"]:
                     yield self.open[0]["step"], self.open
                     self.open = []
@@ -108,7 +106,7 @@ def kl_by_staleness(run, step):
     is_trained = [s.get("trainable", True) for s in sequences]
     mask_T = mask_T & np.repeat(is_trained, lens)
     staleness_N = np.repeat(staleness, lens)[mask_T]
-    log_r_N = (logp_T - old_logp_T)[mask_T].astype(np.float64)
+    log_r_N = (logp_T - old_logp_T)[mask_T].astype(np.float64).clip(max=5)  # as trainer.distance_from_sampler
     kl_N = np.exp(log_r_N) - 1 - log_r_N
     numbers = {}
     for versions in sorted(set(staleness_N.tolist())):

@@ -37,7 +37,8 @@ gdpo.over_batch = True  # compute_advantages divides by the batch's standard dev
 
 def brief(rewards_G, group):
     """r - mean, after rewards above 0 have lost up to a quarter, in proportion to their tokens and to the group's
-    share of successes: a length penalty only where the task is solved (prime-rl's length_penalty = "linear")."""
+    share of successes: a length penalty only where the task is solved (prime-rl's length_penalty = "linear"). For
+    rewards of 0 and 1."""
     tokens_G = torch.tensor([rollout["num_tokens"] for rollout in group], dtype=torch.float64)
     is_success_G = rewards_G > 0
     share = is_success_G.double().mean()

@@ -130,8 +130,8 @@ class Demonstrations(Order):
 
         orchestrator.order_args = { path = "talks.jsonl", share = 0.1, weight = 0.1 }
 
-    A line of the file has `prompt` and `completion`, lists of messages. share: demonstrations per rollout of a batch;
-    weight: ce of each of their tokens. They have no reward, and so no part in any baseline."""
+    A line of the file has `prompt` and `completion`, lists of messages, and maybe `tools`. share: demonstrations per
+    rollout of a batch; weight: ce of each of their tokens. They have no reward, and so no part in any baseline."""
 
     def __init__(self, rows, cfg, state=None, path="", share=0.1, weight=0.1, **args):
         from transformers import AutoTokenizer
@@ -141,14 +141,19 @@ class Demonstrations(Order):
         super().__init__(rows, cfg, state, **args)
         require(Path(path).is_file(), CONFIG, f"orchestrator.order_args: path = {path!r} is no file")
         tokenizer = AutoTokenizer.from_pretrained(cfg.run.model)
+        if cfg.run.chat_template:
+            tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
         how = {"stops": stop_ids(cfg.run.model, tokenizer), "stop_strings": cfg.sampling.stop}
         how |= cfg.sampling.chat_template_kwargs
         self.talks = []
-        for number, line in enumerate(Path(path).read_text().splitlines(), 1):
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1):
+            if not line.strip():
+                continue
             try:
                 talk = json.loads(line)
                 messages = talk["prompt"] + talk["completion"]
-                sequences = tokenize_conversation(tokenizer, messages, first=len(talk["prompt"]), **how)
+                first = len(talk["prompt"])
+                sequences = tokenize_conversation(tokenizer, messages, talk.get("tools"), first, **how)
             except Exception as e:  # what others have written
                 raise RunError(CONFIG, f"{path}, line {number}: {e!r}") from e
             for s in sequences:

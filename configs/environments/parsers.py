@@ -127,16 +127,14 @@ class XMLParser(Parser):
 
 
 def extract_boxed_answer(text):
-    r"""Returns the content of the last \boxed{...}, with balanced braces, or the whole text if there is none."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return text
-    depth = 0
-    for i in range(start + len("\\boxed"), len(text)):
-        if text[i] == "{":
-            depth += 1
-        if text[i] == "}":
-            depth -= 1
-        if depth == 0:
-            return text[start + len("\\boxed{") : i]
+    r"""Returns the content of the last \boxed{...} that is closed, with balanced braces, or the whole text if there is
+    none. \{ and \} are no braces."""
+    end = len(text)
+    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
+        depth = 0
+        for match in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL):
+            depth += {"{": 1, "}": -1}.get(match[0], 0)
+            if depth == 0:
+                return text[start + len("\\boxed{") :][: match.start() - 1]
+        end = start
     return text

@@ -18,7 +18,7 @@ import json
 import pydantic
 from transformers.utils import get_json_schema
 
-from env import DataError, MultiTurnEnv, ensure, in_thread, name_of, parameters
+from env import DataError, MultiTurnEnv, NeedsMainThread, ensure, in_thread, name_of, parameters
 
 UNREADABLE = "error: the tool call is not valid JSON with a name and arguments"
 
@@ -65,6 +65,8 @@ class ToolEnv(MultiTurnEnv):
         except pydantic.ValidationError as e:
             problems = [".".join(map(str, error["loc"])) + ": " + error["msg"] for error in e.errors()]
             text = "error: " + "; ".join(problems)
+        except NeedsMainThread:  # no fault of the policy's
+            raise
         except (Exception, SystemExit) as e:
             text = f"error: {type(e).__name__}: {e}"
         text = text.encode("utf-8", "replace").decode()  # a lone surrogate cannot be sent

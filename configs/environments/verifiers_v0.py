@@ -5,8 +5,9 @@
     args = { ... }
 
 Works with verifiers 0.1.14. Whatever it asks of the policy goes through `generate`, so that a rollout is trained on the
-ids that were sampled, forks included. In verifiers, a reward function that raises counts as 0; here the rollout is
-discarded, as in every environment."""
+ids that were sampled, forks included. Of an environment's sampling_args stop and max_tokens count; the rest is the
+run's. In verifiers, a reward function that raises counts as 0; here the rollout is discarded, as in every environment.
+A rubric's cleanup is called, but nobody calls the hooks for the end of a run (teardown)."""
 
 import contextvars
 import functools
@@ -17,7 +18,7 @@ from verifiers.clients import OpenAIChatCompletionsClient
 from verifiers.utils.async_utils import maybe_await
 from verifiers.utils.message_utils import normalize_messages
 
-from env import NeedsMainThread, SingleTurnEnv, Truncated, finite, in_thread
+from env import TAKEN, NeedsMainThread, SingleTurnEnv, Truncated, finite, in_thread
 
 FAILED = contextvars.ContextVar("errors of reward functions in this scoring")
 
@@ -26,8 +27,9 @@ class PolicyClient(OpenAIChatCompletionsClient):
     """verifiers' client, with `generate` as its server."""
 
     async def get_native_response(self, prompt, model, sampling_args, tools=None, **kwargs):
+        own = {key: sampling_args[key] for key in ("stop", "max_tokens") if sampling_args.get(key)}
         try:
-            reply = await self.client([plain(message) for message in prompt], tools or None, whole=True)
+            reply = await self.client([plain(message) for message in prompt], tools or None, whole=True, **own)
         except Truncated as e:
             raise vf.OverlongPromptError from e
         return ChatCompletion.model_validate(reply)
@@ -40,6 +42,19 @@ def plain(message):
     """A message without the keys that are not set, as the rows have it and as the server accepts it."""
     message = dict(message) if isinstance(message, dict) else message.model_dump()
     return {key: value for key, value in message.items() if value is not None}
+
+
+def as_openai(message):
+    """A plain message; verifiers has a form of its own for tool calls."""
+    message = plain(message)
+    calls = []
+    for tool_call in message.get("tool_calls", []):
+        call = plain(tool_call)
+        if "function" not in call:
+            function = {"name": call["name"], "arguments": call["arguments"]}
+            call = {"id": call["id"], "type": "function", "function": function}
+        calls.append(call)
+    return message | {"tool_calls": calls} if calls else message
 
 
 IN_MAIN_THREAD = set()  # functions that set signal handlers
@@ -66,16 +81,14 @@ def off_loop(function):
     return wrapper
 
 
-def reporting(function):
+def reporting(function, sees_group):
     """verifiers counts 0 for a reward function that raises; this wrapper also keeps the error for score()."""
 
     @functools.wraps(function)
     async def wrapper(*args, **kwargs):
         try:
             value = await call_theirs(function, *args, **kwargs)
-            if hasattr(value, "tolist"):  # of numpy or torch
-                value = value.tolist()
-            if isinstance(value, list | tuple):
+            if sees_group:
                 return [finite(function, item) for item in value]
             return finite(function, value)
         except Exception as e:
@@ -97,6 +110,11 @@ def leaves(rubric):
     return found
 
 
+def name_in_metrics(name):
+    """A reward function's name, unless it is that of a number of the run."""
+    return f"reward_{name}" if name in TAKEN else name
+
+
 class VerifiersRubric:
     """The environment's own scoring behind env.Rubric's protocol."""
 
@@ -106,9 +124,13 @@ class VerifiersRubric:
         self.sees_group = False
         self.weights = {}  # of each function
         for leaf in leaves(env.rubric):
-            leaf.funcs = [reporting(function) for function in leaf.funcs]
-            self.sees_group = self.sees_group or any(map(leaf._is_group_func, leaf.funcs))
-            self.weights |= zip(leaf._get_reward_func_names(), leaf.weights)
+            are_group = list(map(leaf._is_group_func, leaf.funcs))
+            leaf.funcs = list(map(reporting, leaf.funcs, are_group))
+            self.sees_group = self.sees_group or any(are_group)
+            names = map(name_in_metrics, leaf._get_reward_func_names())
+            self.weights |= zip(names, leaf.weights)
+        if not self.weights:
+            raise ValueError("no reward functions: environments that score in their own rollout are not supported")
 
     async def score(self, state):
         if not state.get("verifiers"):
@@ -149,7 +171,7 @@ class VerifiersRubric:
         metrics = state["metrics"] or {}
         if not abs(reward) <= 1e6:
             raise ValueError(f"the environment's reward is {reward}, not a finite number within 1e6")
-        return float(reward), {name: float(value) for name, value in metrics.items()}
+        return float(reward), {name_in_metrics(name): float(value) for name, value in metrics.items()}
 
 
 class VerifiersEnv(SingleTurnEnv):
@@ -174,10 +196,13 @@ class VerifiersEnv(SingleTurnEnv):
         return state | {"row": row | {"prompt": state["prompt"]}}
 
     async def rollout(self, state, generate):
-        theirs = await self.env.rollout(state["row"], PolicyClient(generate), model="policy", sampling_args={})
+        sampling = getattr(self.env, "sampling_args", None) or {}
+        theirs = await self.env.rollout(state["row"], PolicyClient(generate), model="policy", sampling_args=sampling)
         state["verifiers"] = theirs
         state["turn"] = len(theirs["trajectory"])
-        state["completion"] = [{"content": ""} | plain(message) for message in theirs["completion"] or []]
+        state["completion"] = [{"content": ""} | as_openai(message) for message in theirs["completion"] or []]
+        if theirs.get("error") or not state["turn"]:  # nobody will score it
+            await self.rubric.rubric.cleanup(theirs)
         if theirs.get("error"):
             raise theirs["error"].__cause__ or theirs["error"]
         if theirs.get("prompt_too_long"):

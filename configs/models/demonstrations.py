@@ -3,6 +3,7 @@ those that the policy would have sampled. For the warm-up of toy.py, and for too
 
 import json
 import math
+from contextlib import suppress
 
 from env import ensure
 from orchestrator import extend_or_fork
@@ -142,10 +143,10 @@ def as_template_sees(message):
 
 
 def with_object(call):
-    """A tool call with its arguments parsed from JSON; if they are not a JSON object, they become an empty one."""
-    try:
-        value = json.loads(call["function"]["arguments"])
-    except json.JSONDecodeError:
-        value = {}
+    """A tool call with its arguments as an object, parsed if they are JSON; if they are neither, an empty one."""
+    value = call["function"]["arguments"]
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            value = json.loads(value)
     value = value if isinstance(value, dict) else {}
     return call | {"function": call["function"] | {"arguments": value}}

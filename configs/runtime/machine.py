@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,8 +31,10 @@ def look_around(cfg, args, tmp):
     """The Machine."""
     listed = subprocess.getoutput("nvidia-smi -L || ls /dev")
     numbers = re.findall("(?m)^(?:GPU |nvidia)([0-9]+)", listed)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(numbers))
-    gpus = re.findall("[^,]+", visible) if numbers else []
+    parts = re.findall(r"\(UUID: (MIG-[^)]+)\)", listed)  # without its name a part of a GPU is not seen to be one
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(parts or numbers))
+    named = re.findall("[^,]+", visible) if numbers else []
+    gpus = list(takewhile(lambda name: name not in ("-1", "NoDevFiles"), named))  # as CUDA reads them
     cpus = len(os.sched_getaffinity(0))
     sizes = [path.stat().st_size for path in Path(cfg.run.model).glob("*")]
     # Sums of the code that `prepare` made the model from.

@@ -24,7 +24,7 @@ SPLITS = {"eval": (0,), "warmup": (1, 2, 3), "train": range(4, 10)}  # {split: c
 TOKENS = ['<tool_call>\n{"name": "python", "arguments": {"code": "print(', ')"}}\n</tool_call>']
 WARM_UP_STEPS = 150
 # Finds 1/2, 10^3 and 1e5 whole, which then count as no number: half of one could be right by chance. U+2212 is a minus.
-NUMBER = r"(?:(?<![\w.])[-\u2212])?[0-9][0-9,]*(?:\.[0-9]+)?(?:[/^eE][-+]?[0-9]+(?:\.[0-9]+)?)*"
+NUMBER = r"(?:(?<![\w.])[-\u2212])?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:[/^eE][-+]?[0-9]+(?:\.[0-9]+)?)*"
 
 
 def problems(split, num):
