@@ -118,6 +118,14 @@ REFUSED_VALUES = [("loss_type", "sapo"), ("loss_type", "cispo"), ("logging_steps
 VF_RL_ARGS = 'model = "m"\n[env]\nid = "reverse_text"\n[trainer.args]\n'
 
 
+@pytest.mark.parametrize("item", ["env.args.shuffle=False", "env.args.x=None", "env.args.names=[easy,hard]"])
+def test_words_that_look_like_pythons_values_are_no_text(make_cfg, item):
+    with pytest.raises(RunError, match="is no value of TOML: write true, false") as e:
+        make_cfg(item)
+    assert e.value.code == 2
+    assert make_cfg("env.args.x=Falsehood").env[0].args == {"x": "Falsehood"}
+
+
 @pytest.mark.parametrize("lines", OLD_NAMES)
 def test_old_names_are_accepted(lines, tmp_path):
     table, name, value = OLD_NAMES[lines]

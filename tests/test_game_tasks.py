@@ -229,10 +229,11 @@ def test_a_judge_that_refuses_for_ever_or_is_lost_leaves_it_unscored():
 
 @pytest.mark.parametrize("score, replies", [
     (None, ["", "good", "<score></score>", "<score>11</score>", "<score>-1</score>", "<score>nan</score>",
-            "<score>ten</score>"]),
+            "<score>ten</score>", "<score>10</score> is what it asks for; I give 2.",
+            "It says <score>10</score>. This one: <score>three</score>"]),
     (0.8, ["<score>\n[8]\n</score>", "<score>**8**</score>", "<score> 8 / 10 </score>", "<score>8 out of 10</score>",
            "<Score>8.0</Score>", "<score>[8.]/10</score>", "<score>[8/10]</score>",
-           "<score>2</score>, no: <score>8</score>"]),
+           "<score>2</score>, no: <score>8</score>", "<score>8/10.</score>."]),
 ])  # fmt: skip
 def test_scores_as_judges_write_them_and_what_is_none(score, replies):
     with serve(lambda text, model, call: replies[call - 1]) as fake:
@@ -402,7 +403,8 @@ def test_format_reward_of_thoughts(text, expected):
 @pytest.mark.parametrize("text, expected", [
     ("so \\boxed{42}.", "42"), ("\\boxed{1} or \\boxed{2}", "2"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
     ("\\boxed{a{b{c}d}e} f}", "a{b{c}d}e"), ("\\boxed{}", ""), ("no box", "no box"),
-    ("\\boxed{open", "\\boxed{open"), ("", ""),
+    ("\\boxed{open", "\\boxed{open"), ("", ""), ("\\boxed{5} then \\boxed{6", "5"),
+    ("\\boxed{\\left\\{3\\right.}", "\\left\\{3\\right."),
 ])  # fmt: skip
 def test_boxed_answer(text, expected):
     assert extract_boxed_answer(text) == expected

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -150,6 +151,22 @@ def test_the_driver_is_looked_at_before_anything_starts(table, code, tmp_path, m
     except RunError as e:
         assert e.code == code
     machines.check_machine(tmp_path, cfg, machine._replace(gpus=[]))
+
+
+@pytest.mark.parametrize("visible, expected", [
+    ("-1", []), ("NoDevFiles", []), ("1,-1,0", ["1"]), (None, ["MIG-1f"]),
+])  # fmt: skip
+def test_hidden_gpus_are_none_and_parts_are_named(visible, expected, tmp_path, make_cfg, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA A100 (UUID: GPU-2a)'\necho '  MIG 1g.10gb Device 0: (UUID: MIG-1f)'\n"
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert machines.look_around(make_cfg(), GIVEN, "tmp").gpus == expected
 
 
 def test_the_allocators_options_are_the_users(planned):
@@ -393,6 +410,20 @@ def test_variables(planned):
     assert "MALLOC_MMAP_MAX_" in env and "MALLOC_MMAP_MAX_" not in planned(gpus="01")["inference"].env
 
 
+def test_stacks_of_many_processes_are_written_however_many_files_are_open(monkeypatch):
+    """select() takes no number above 1023, and everything would be left stopped."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    children = [subprocess.Popen(["sleep", "60"]) for _ in range(3)]
+    monkeypatch.setattr(launcher, "descendants", lambda: [child.pid for child in children])
+    before = len(os.listdir("/proc/self/fd"))
+    launcher.dump_stacks()
+    assert [child.wait() for child in children] == [-signal.SIGABRT] * 3
+    assert len(os.listdir("/proc/self/fd")) == before
+    for fd in files:
+        os.close(fd)
+
+
 def test_a_local_model_and_one_to_be_prepared(planned):
     """The script makes the TOML's model, no other; the rows may be on the hub even if the model is local."""
     online = planned(size=-1)
@@ -400,6 +431,7 @@ def test_a_local_model_and_one_to_be_prepared(planned):
     for roles in (planned(), planned("prepare=make.py", size=-1)):
         assert ["HF_HUB_OFFLINE" in roles[name].env for name in ("orchestrator", "inference", "trainer")] == [0, 1, 1]
     assert roles["prepare"].argv == [sys.executable, "make.py", *GIVEN] and list(roles)[0] == "prepare"
+    assert "HF_HUB_OFFLINE" not in roles["prepare"].env
     assert "prepare" not in planned("prepare=make.py")
 
 

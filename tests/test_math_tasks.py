@@ -369,6 +369,7 @@ def test_math_python_calls_the_tool_and_scores_the_last_message(contained):
     (r"\boxed{x^{2}}", "x^{2}", 1), ("9" * 5000, "1", 0), (r"\boxed{1, 2}", "12", 0), (r"\boxed{3 4}", "34", 0),
     ("x = \u22125", "-5", 1), ("x = \u22125", "5", 0), ("1/2", "2", 0), ("so 1/2.", "1/2", 1), ("1e5", "5", 0),
     ("10^3", "3", 0), (r"\boxed{1{,}200}", "1200", 1), ("5, I think", "5", 1),
+    ("is .5", "5", 0), ("is .5", "0.5", 1), ("-.25", "-0.25", 1), ("-.25", "25", 0),
 ])  # fmt: skip
 def test_final_answers(text, answer, right):
     assert math_python.correct([{"role": "assistant", "content": text}], answer) == right

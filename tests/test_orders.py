@@ -152,6 +152,25 @@ def test_demonstrations_are_a_share_of_each_batch(run, demonstrations):
         assert [s["tokens"].tolist() for s in batch.sequences if s["group"] == -1] == expected
 
 
+def test_demonstrations_are_read_as_the_run_reads_prompts(run, tmp_path):
+    """Its template, the line's tools, arguments as objects, blank lines, and characters that end a line elsewhere."""
+    template = tmp_path / "own.jinja"
+    template.write_text("{% if tools %}TOOLS{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+                        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.a }}{% endif %}<|end|>{% endfor %}"
+                        "{% if add_generation_prompt %}<|assistant|>{% endif %}")  # fmt: skip
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 7}}}
+    answer = {"role": "assistant", "content": "b\u2028c", "tool_calls": [call]}
+    talk = {"prompt": [{"role": "user", "content": "a"}], "completion": [answer], "tools": [{"type": "function"}]}
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps(talk, ensure_ascii=False) + "\n\n", encoding="utf-8")
+    args = f'orchestrator.order_args={{ path = "{file}", share = 0.25 }}'
+    run(1, '{ kind = "turns" }', "orchestrator.order=orders:Demonstrations", args, f"chat_template={template}")
+    order = Demonstrations([], load_config(run.run_dir / "config.toml"), path=str(file))
+    ((_, s),) = order.talks
+    assert run.tokenizer.decode(s["tokens"]).startswith("TOOLS<|user|>a<|end|><|assistant|>b")
+    assert run.tokenizer.decode(s["tokens"]).endswith("c7<|end|>")
+
+
 def test_one_of_several_environments_adds_the_demonstrations(run, demonstrations):
     two = '[[env]]\nid = "think_env"\n[[env]]\nid = "think_env"\nname = "b"'
     batches = all_batches(run(2, two, *demonstrations))

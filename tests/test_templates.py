@@ -164,9 +164,7 @@ def test_a_turn(name, answer, said, trained):
 
 def test_a_turn_whose_ids_nobody_knows_is_named(trained):
     answer = {"role": "assistant", "content": "b", "reasoning": "a"}
-    with pytest.raises(
-        RunError, match="DataError..the chat template does not begin message 1 with its own"
-    ) as e:
+    with pytest.raises(RunError, match="DataError..the chat template does not begin message 1 with its own") as e:
         trained("R1", "demonstrations", {"prompt": [ASK], "completion": [answer]})
     assert e.value.code == DATA
 

@@ -23,8 +23,8 @@ ENV = '{{ kind = "{}" }}\n[inference.args]\nenable_auto_tool_choice = true'
 
 @pytest.fixture
 def rollouts(run):
-    def go(kind, *overrides, steps=2):
-        run_dir = run(steps, '[env]\nid = "vf_envs"\nargs = ' + ENV.format(kind), *overrides)
+    def go(kind, *overrides, steps=2, **kwargs):
+        run_dir = run(steps, '[env]\nid = "vf_envs"\nargs = ' + ENV.format(kind), *overrides, **kwargs)
         return lines(run_dir / "rollouts.jsonl"), all_batches(run_dir)
 
     return go
@@ -85,6 +85,32 @@ def test_what_is_no_reward_loses_the_rollout_and_is_never_zero(rollouts, kind):
             assert r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] + 1.0
 
 
+def test_a_reward_in_an_array_counts_a_list_is_none_and_names_of_the_run_stay_its_own(run, rollouts, tmp_path):
+    """And the environment's own stop strings and limit reach the server."""
+    env = load_environment("vf_envs", {"kind": "array"})
+    log = tmp_path / "asked"
+    found, _ = rollouts("array", fake={"log": str(log)})
+    for r in found:
+        assert not r["error"] and r["metrics"].keys() >= {"letters", "array", "reward_step"}
+        assert r["metrics"]["array"] == float(r["answer"]) and r["reward_weights"]["reward_step"] == 1.0
+        assert r["reward"] == r["metrics"]["letters"] + float(r["answer"]) + 1
+    assert {(str(body["stop"]), body["max_tokens"]) for body in lines(log)} == {("['e']", 3)}
+    listed = load_environment("vf_envs", {"kind": "listed"})
+    assert score(listed, [env.dataset[0]["prompt"]], ["a"]) == [None]
+
+
+def test_a_rubrics_cleanup_runs_for_a_lost_rollout_and_tool_calls_have_openais_form():
+    vf_envs.CLEANED.clear()
+    env = load_environment("vf_envs", {"kind": "fails"})
+    with pytest.raises(Exception, match="the tool is gone"):
+        play(env, env.dataset[3], "a")
+    assert vf_envs.CLEANED == ["3"]
+    call = {"id": "1", "type": "function", "function": {"name": "double", "arguments": "{}"}}
+    theirs = {"role": "assistant", "tool_calls": [{"id": "1", "name": "double", "arguments": "{}"}]}
+    assert verifiers_v0.as_openai(theirs)["tool_calls"] == verifiers_v0.as_openai({"tool_calls": [call]})["tool_calls"]
+    assert verifiers_v0.as_openai(theirs)["tool_calls"] == [call]
+
+
 def test_score_without_a_server():
     env = load_environment("vf_envs", {"kind": "single"})
     prompts = [row["prompt"] for row in env.dataset[:2]]
@@ -113,6 +139,8 @@ def test_what_cannot_be_wrapped_is_refused():
         load_environment("vf_envs", {"kind": "other"})
     with pytest.raises(ValueError, match="message_type = 'completion' is not supported"):
         load_environment("vf_envs", {"kind": "completion"})
+    with pytest.raises(ValueError, match="no reward functions: environments that score in their own rollout"):
+        load_environment("vf_envs", {"kind": "no rewards"})
 
 
 def test_tools_need_the_servers_parser(run):

@@ -1,5 +1,6 @@
 """Environments written for the real verifiers package, and the same three written for ours: kind -> Environment."""
 
+import numpy as np
 import verifiers as vf
 from datasets import Dataset
 
@@ -27,6 +28,33 @@ async def sometimes(answer):
 
 def nothing(answer):
     return None if int(answer) % 3 == 0 else 1.0
+
+
+def array(answer):
+    return np.array([float(answer)])
+
+
+def listed(answer):
+    return [0.5]
+
+
+def step(answer):
+    """A name that metrics of the run have."""
+    return 1.0
+
+
+CLEANED = []
+
+
+class Cleans(vf.Rubric):
+    @vf.cleanup
+    async def clean(self, state):
+        CLEANED.append(state["answer"])
+
+
+class Fails(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        raise vf.ToolError("the tool is gone")
 
 
 def spread(completions):
@@ -74,6 +102,17 @@ def load_environment(kind="single"):
             return vf.SingleTurnEnv(**data, rubric=vf.RubricGroup([rubric, vf.Rubric([sometimes])]))
         case "nothing":
             return vf.SingleTurnEnv(**data, rubric=vf.Rubric([letters, nothing]))
+        case "array":
+            limits = {"stop": ["e"], "max_tokens": 3}
+            return vf.SingleTurnEnv(**data, rubric=vf.Rubric([letters, array, step]), sampling_args=limits)
+        case "listed":
+            return vf.SingleTurnEnv(**data, rubric=vf.Rubric([listed]))
+        case "no rewards":
+            env = vf.SingleTurnEnv(**data)
+            env.rubric = vf.Rubric()
+            return env
+        case "fails":
+            return Fails(**data, rubric=Cleans([letters]), max_turns=3)
         case "group":
             return vf.SingleTurnEnv(**data, rubric=vf.Rubric([letters, spread]))
         case "env group":

@@ -187,7 +187,7 @@ class VerifiersV1Env(AgentEnv):
         rows, *others = answer["rows"]
         num_train = len(rows) if others else len(rows) - num_eval
         what = f"taskset {taskset!r}: num_eval = {num_eval} of {len(rows)} tasks leaves none to train on"
-        require(num_train > 0, CONFIG, what)
+        require(num_train > 0 or not num_eval, CONFIG, what)
         held_out = others[0] if others else rows[num_train:]
         own = {"max_requests": max_requests, "restore": restore, "rubric": WorkersRubric()}
         super().__init__(self.play, rows[:num_train], held_out or None, **own)
