@@ -9,6 +9,7 @@ from conftest import all_batches
 
 import trainer
 from configs.algorithms.orders import RunningBaseline
+from configs.runtime.role import RunError
 from orchestrator import Rollout
 
 
@@ -49,8 +50,9 @@ def test_gdpo_equals_trls_normalization_by_function_and_batch():
     assert [*table[0], *table[1]] == pytest.approx([a * (8 / 7) ** 0.5 for a in OF_TRL], abs=2e-4)
     alone = [group_of(1.0, wide=[1.0])[0] | {"reward_weights": {"wide": 1.0}}]
     assert found("gdpo", alone) == [[0.0]] and found("gdpo") == []
-    with pytest.raises(ValueError, match="reward_weights"):
+    with pytest.raises(RunError, match="reward_weights") as e:
         found("gdpo", group_of(1.0, 2.0, wide=[1.0, 2.0]))
+    assert e.value.code == 2
 
 
 def test_brief_takes_from_long_successes_where_the_task_is_solved():
