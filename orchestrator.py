@@ -267,8 +267,8 @@ async def run_rollout(env, row, ask, step, cfg):
 
     async def generate(prompt, tools=None, agent="", trainable=True, whole=False, **own):
         """What the environment calls for each turn of the policy. Returns its message, or the `whole` reply."""
-        biasing = own.keys() - UNBIASED if trainable else None
-        ensure(not biasing, f"generate(): {biasing} would change what the policy says: only with trainable=False")
+        is_unbiased = own.keys() <= UNBIASED and own.get("tool_choice") != "required"
+        ensure(is_unbiased or not trainable, f"generate(): {own} is for trainable=False, as it biases what is said")
         reply = await ask(prompt, tools, own=own)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns

@@ -206,7 +206,7 @@ def test_a_turn_that_is_trained_is_sampled_as_the_run_says(make_cfg):
         return await ask(prompt, tools, user)
 
     (r,) = rollouts_of(make_cfg(), Asks, ask=ask_with)
-    assert r.reward is None and r.error.startswith("DataError: generate(): {'temperature'} would change")
+    assert r.reward is None and r.error.startswith("DataError: generate(): {'temperature': 0.2} is for trainable")
     assert asked == [Asks.own]
 
 

@@ -415,7 +415,8 @@ def test_agents_are_not_trained_on_constrained_tokens(constraint, connect, tmp_p
 
     own = {key: value for key, value in asked.items() if key != "tools"}
     (rollouts,) = groups_of(cfg, env_that_asks(own, asked.get("tools")), env.dataset, 6)
-    errors = logp_errors(policy, [s for r in rollouts for s in r.sequences], tmp_path)
+    sequences = [s | {"trainable": True} for r in rollouts for s in r.sequences]
+    errors = logp_errors(policy, sequences, tmp_path)
     mean = sum(errors) / len(errors)
     print(f"{constraint}: {mean:.3f} nats a token")
     assert mean > least
@@ -427,7 +428,7 @@ def env_that_asks(own, tools):
 
     class Asks(SingleTurnEnv):
         async def rollout(self, state, generate):
-            state["completion"].append(await generate(state["prompt"], tools, **own))
+            state["completion"].append(await generate(state["prompt"], tools, trainable=False, **own))
 
     return Asks([{"question": "abc"}], rubric=Rubric([lambda: 1.0]))
 
