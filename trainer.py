@@ -1318,7 +1318,10 @@ def load_checkpoint(path, policy, optimizer, cfg):
         if key.startswith("extra/") and name not in policy.extra:
             like = {"dtype": meta.properties.dtype, "device": policy.device}
             p = policy.trained().get(name.partition("/")[2])
-            policy.extra[name] = torch.zeros(meta.size, **like) if p is None else torch.zeros_like(p.detach())
+            if p is not None and p.shape == meta.size:
+                policy.extra[name] = torch.zeros_like(p.detach(), **like)
+            else:
+                policy.extra[name] = torch.zeros(meta.size, **like)
     # A parameter that never had a gradient has no state there; all parameters must be there.
     wanted = {}
     for name, tensor in state_of(policy, optimizer).items():

@@ -1098,12 +1098,13 @@ def test_what_a_recipe_makes_of_a_parameter_comes_back_sharded_like_it(trained, 
     policy, optimizer = trained(cfg)
     name, p = list(policy.trained().items())[0]
     policy.extra[f"ema/{name}"] = p.detach().clone()
+    policy.extra[f"count/{name}"] = torch.tensor(3)
     trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
     fresh = trainer.build_policy(cfg)
     trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", fresh, adamw(fresh), cfg)
     ema = fresh.extra[f"ema/{name}"]
     assert type(ema) is type(p.detach()) and ema.lerp_(fresh.trained()[name].detach(), 0.5).shape == p.shape
-    assert torch.equal(trainer.full(ema), trainer.full(p.detach()))
+    assert torch.equal(trainer.full(ema), trainer.full(p.detach())) and fresh.extra[f"count/{name}"] == 3
 
 
 def test_state_that_an_optimizer_makes_late_is_not_lost_without_a_word(trained, make_cfg, tmp_path):
