@@ -399,7 +399,7 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", some(["at once", "at work", "twice", "group"], 0))
+@pytest.mark.parametrize("when", some(["at once", "at work", "twice", "group", "hangup"], 0))
 def test_signals_end_the_run_in_order(when, models, tmp_path):
     """SIGTERM ends the run of test_every_listener_is_on_the_loopback."""
     run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE)
@@ -409,11 +409,12 @@ def test_signals_end_the_run_in_order(when, models, tmp_path):
     else:
         run.wait_for(lambda: "step     2" in run.text())
     began = time.monotonic()
-    (os.killpg if when == "group" else os.kill)(run.process.pid, signal.SIGINT)
+    number = signal.SIGHUP if when == "hangup" else signal.SIGINT  # the terminal has gone
+    (os.killpg if when == "group" else os.kill)(run.process.pid, number)
     if when == "twice":
         time.sleep(0.2)
         os.kill(run.process.pid, signal.SIGINT)
-    last = run.end(130)
+    last = run.end(143 if when == "hangup" else 130)
     assert time.monotonic() - began < 30
     assert when == "twice" or "exit=" in last
     run.assert_clean()

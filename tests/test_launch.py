@@ -424,6 +424,19 @@ def test_stacks_of_many_processes_are_written_however_many_files_are_open(monkey
         os.close(fd)
 
 
+def test_another_users_process_does_not_end_the_clean_up(monkeypatch):
+    reached = []
+
+    def kill(pid, number):
+        if pid == 1:
+            raise PermissionError
+        reached.append(pid)
+
+    monkeypatch.setattr(os, "kill", kill)
+    launcher.send(signal.SIGTERM, [1, 2])
+    assert reached == [2]
+
+
 def test_a_local_model_and_one_to_be_prepared(planned):
     """The script makes the TOML's model, no other; the rows may be on the hub even if the model is local."""
     online = planned(size=-1)
