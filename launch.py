@@ -48,8 +48,8 @@ FIRST = {"prepare", "estimate"}  # roles that end before the next one starts
 CONSOLE = rb"(?m)^(?:step|eval|batch|rollout|(?:run|check|warning|time|result):).*"
 REPORT = r"(?m)^\[(prepare|estimate|orchestrator|trainer)\] exit=(\d+) pid=(\d+ rank=\d+) (.*)"
 KILLED_RANK = r"exitcode *: -(?!15 )\d+ \(.*\)"  # -15: torchrun ends the other ranks
-# An error that begins a line of vLLM's log, but not what the server says when its engine has not started.
-ERROR = r"(?m)^(?:\(.*?\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!Engine core init).+)"
+# An error that begins a line of vLLM's log, but not what the server says of its engine's.
+ERROR = r"(?m)^(?:\(.*?\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!Engine ?[Cc]ore (?:init|enc)).+)"
 SECRET = r"""(?i)((key|token|secret|password)\W+)[^]",}]+"""
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -277,9 +277,8 @@ def supervise(cfg, run_dir, waiting, logs):
             watch_engines(processes, watched)
         if processes.keys() & FIRST:
             limit = cfg.run.prepare_timeout
-        beats = [entry.stat().st_mtime for entry in os.scandir(f"{run_dir}/tmp/progress")]
         before = signs
-        signs = [version, *processes, *beats]
+        signs = [version, *processes, *signs_of_progress(run_dir)]
         if signs != before:
             moved = time.monotonic()
         if time.monotonic() > moved + limit:
@@ -287,6 +286,13 @@ def supervise(cfg, run_dir, waiting, logs):
             text = f"no role made progress for {limit:.0f} s (watchdog): the stacks are in {run_dir}/logs"
             raise failure(run_dir, heard, name, processes[name].pid, 1, text)
     return processes
+
+
+def signs_of_progress(run_dir):
+    """When each process last showed that it goes on (`role.heartbeat`), and the files of a checkpoint that is being
+    written: that of a large model on a slow disk may take longer than the watchdog."""
+    beats = [entry.stat().st_mtime for entry in os.scandir(f"{run_dir}/tmp/progress")]
+    return [*beats, *glob.glob("checkpoints/*.tmp/*", root_dir=run_dir)]
 
 
 def what_happened(files):

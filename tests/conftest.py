@@ -318,7 +318,8 @@ class VLLM:
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", self.name]
-        command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", str(max_len)]
+        command += ["--dtype", dtype, "--enforce-eager", "--no-enable-chunked-prefill"]
+        command += ["--max-model-len", str(max_len)]
         command += ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority", *flags]
         command += ["--worker-extension-cls", receiver]
         if "--tensor-parallel-size" not in flags:  # as launch.sh does

@@ -188,6 +188,10 @@ FAILED_START = """=== 2026 python -m configs.serving.server
 (EngineCore pid=12) ERROR 11-25 [core.py:1] RuntimeError: Engine core initialization failed. See root cause above.
 ValueError: the last one
 """
+ENDED = """=== 2026 python -m configs.serving.server
+(EngineCore pid=12) ERROR 11-26 [core.py:1] RuntimeError: CPU Generator does not use offset
+vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.
+"""
 
 
 PARENT = """
@@ -218,13 +222,15 @@ def test_what_an_engine_forks_is_no_engine():
             launcher.send(signal.SIGKILL, [*launcher.descendants(process.pid), process.pid])
 
 
-@pytest.mark.parametrize(
-    "version, cause", [("", "torch.AcceleratorError: CUDA error: an illegal"), ("3", "ValueError: the")]
-)
-def test_why_a_server_failed_is_in_the_last_line(version, cause, tmp_path):
-    """vLLM's own last lines are always that its engine has not started. Later on, what comes last counts."""
+@pytest.mark.parametrize("version, log, cause", [
+    ("", FAILED_START, "torch.AcceleratorError: CUDA error: an illegal"),
+    ("3", FAILED_START, "ValueError: the"),
+    ("3", ENDED, "RuntimeError: CPU Generator does not"),
+])  # fmt: skip
+def test_why_a_server_failed_is_in_the_last_line(version, log, cause, tmp_path):
+    """vLLM's own last lines are that its engine has not started, or has ended. Later on, what comes last counts."""
     (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "inference.log").write_text(f"=== 2025 an earlier start\nKeyError: old\n{FAILED_START}")
+    (tmp_path / "logs" / "inference.log").write_text(f"=== 2025 an earlier start\nKeyError: old\n{log}")
     (tmp_path / "version").write_text(version)
     text = str(launcher.failure(tmp_path, "", "inference", 12, 1, "its engine, process 12, died"))
     assert text.startswith(f"its engine, process 12, died: {cause}") and "old" not in text
@@ -313,7 +319,8 @@ def test_vllms_flags(planned):
 def test_vllms_flags_without_a_gpu(planned):
     role = planned("inference.gpus=2")["inference1"]
     found = flags(role)
-    assert role.argv[:3] == [sys.executable, "-m", "configs.serving.server"] and "--enforce-eager" in found
+    assert role.argv[:3] == [sys.executable, "-m", "configs.serving.server"]
+    assert "--enforce-eager" in found and "--no-enable-chunked-prefill" in found
     assert found["--worker-extension-cls"] == ["configs.serving.cpu_receiver.WeightReceiver"]
     assert found["--distributed-executor-backend"][0].endswith("UniProcExecutor")
     two = planned("inference.gpus=2", "inference.args.tensor_parallel_size=2")
@@ -465,6 +472,18 @@ def test_a_log_begins_with_the_command_without_secrets(word, logged, tmp_path, m
     header, printed = (tmp_path / "x.log").read_text().splitlines()
     assert header.startswith("=== 2") and header.endswith(f" A=1 {shlex.join([*role.argv[:-1], logged])}")
     assert printed == f"{word} 1 ieee mine"
+
+
+def test_the_files_of_a_checkpoint_that_is_being_written_are_progress(tmp_path):
+    run_dir = tmp_path / "[1]"
+    written = run_dir / "checkpoints" / "step_000002.tmp"
+    written.mkdir(parents=True)
+    (run_dir / "tmp" / "progress").mkdir(parents=True)
+    signs = [launcher.signs_of_progress(run_dir)]
+    for name in ("a.safetensors", "b.safetensors"):
+        (written / name).touch()
+        signs.append(launcher.signs_of_progress(run_dir))
+    assert [len(seen) for seen in signs] == [0, 1, 2]
 
 
 def test_descendants_are_found_parents_first():

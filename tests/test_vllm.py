@@ -340,6 +340,16 @@ def learn_by_heart(policy, micro):
     assert logp_N.min() > -0.05
 
 
+def test_prompts_with_seeds_that_do_not_fit_in_one_step_of_the_engine(connect):
+    """Evaluations send a seed with each request. vLLM 0.32's engine for CPUs would end at a part of such a prompt."""
+    cfg, _, sender = connect("fp32")
+    prompts = [[5 + i % 50 for i in range(row, row + 200)] for row in range(64)]
+    body = {"model": "real", "prompt": prompts, "max_tokens": 2, "seed": 3}
+    replies = [sender.post(sender.urls[0], "/v1/completions", body) for _ in range(2)]
+    first, second = ([choice["text"] for choice in reply.json()["choices"]] for reply in replies)
+    assert len(first) == 64 and first == second
+
+
 def test_tools_on_the_real_server(connect, tmp_path):
     """A model that knows two conversations by heart. vLLM's hermes parser reads its calls; in canonical text a rollout
     is one sequence; a call that is spelled out in other tokens forks exactly once."""
