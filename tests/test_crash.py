@@ -298,7 +298,7 @@ def test_kill_matrix(cell, models, undisturbed, tmp_path):
     assert_resumes(tmp_path, models["untied"], undisturbed)
 
 
-@pytest.mark.parametrize("role", ["launch.sh", "agent"])
+@pytest.mark.parametrize("role", some(["launch.sh", "agent"], 1))
 def test_a_rank_that_still_imports_torch_ends_with_its_parents(role, models, tmp_path):
     """launch.sh stays a zombie, which a signal still reaches: whoever started it does not ask for its status."""
     run = Run(tmp_path, models["untied"], *OVERRIDES)
@@ -641,7 +641,7 @@ def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("role", ["launch.sh", "server"])
+@pytest.mark.parametrize("role", some(["launch.sh", "server"], 1))
 def test_an_engine_that_still_imports_vllm_ends_with_its_server(role, models, tmp_path):
     """It would else wait for a word from the server, for five minutes, before it imports the receiver of weights."""
     run = Run(tmp_path, models["untied"], *OVERRIDES, real=True)

@@ -44,28 +44,28 @@ def run(place, *command, **variables):
 @pytest.mark.real
 def test_the_core_alone_trains(tmp_path):
     """Exactly the files that the README names, and a task. On the real vLLM, with what every recipe for a GPU has, LoRA
-    by adapters in bf16: ten steps on two ranks, with evaluation; then a replay."""
+    by adapters in bf16: six steps on two ranks, with evaluation; then a replay."""
     copy(core() + TASK, tmp_path)
     toml = "configs/reverse_text.toml"
-    lora = ["trainer.dtype=bf16", "trainer.use_lora=true", "max_steps=10"]
-    launch = ["bash", "launch.sh", toml, *lora, "trainer.gpus=2", "eval.every=5", "checkpoint.every=5"]
+    lora = ["trainer.dtype=bf16", "trainer.use_lora=true", "max_steps=6"]
+    launch = ["bash", "launch.sh", toml, *lora, "trainer.gpus=2", "eval.every=3", "checkpoint.every=3"]
     launch += ["orchestrator.batch_size=16", "eval.num_examples=32"]
 
     run(tmp_path, *launch)
     first = tmp_path / "outputs" / "reverse_text"
     metrics = lines(first / "metrics.jsonl")
     evals = lines(first / "eval.jsonl")
-    assert [m["step"] for m in metrics] == list(range(10))
+    assert [m["step"] for m in metrics] == list(range(6))
     assert max(m["sync/dlogp_mean"] for m in metrics) < 0.02
-    assert [(e["step"], e["n"]) for e in evals] == [(0, 32), (5, 32), (10, 32)]
-    assert (first / "done").read_text().strip() == "10"
+    assert [(e["step"], e["n"]) for e in evals] == [(0, 32), (3, 32), (6, 32)]
+    assert (first / "done").read_text().strip() == "6"
 
     # On one rank, without a server, the run's batches lead to the same adapters.
     run(tmp_path, sys.executable, "trainer.py", toml, *lora, "--replay", first / "batches", OMP_NUM_THREADS="2")
     again = tmp_path / "outputs" / "reverse_text-replay-cispo"
     replayed = lines(again / "metrics.jsonl")
     assert [m["loss"] for m in replayed[:2]] == pytest.approx([m["loss"] for m in metrics[:2]], abs=2e-3)
-    assert len(replayed) == 10
+    assert len(replayed) == 6
     learned = []
     for path in (first, again):
         adapters = load_file(path / "final" / "adapter_model.safetensors")

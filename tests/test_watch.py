@@ -334,7 +334,7 @@ def wait_until(condition, timeout_s=30):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("is_done", [True, False])
+@pytest.mark.parametrize("is_done", some([True, False], 1))
 def test_a_live_run_is_followed_until_it_is_done_or_sigterm(is_done, tmp_path):
     """What happened before a resumed run began is not reported again."""
     run = write_steps(tmp_path, range(6), is_done=False, config='tracker = "tensorboard"\n')
