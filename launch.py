@@ -237,6 +237,7 @@ def supervise(cfg, run_dir, waiting, logs):
     pipe = listen(run_dir)
     heard = ""  # what the roles have reported
     signs = None  # of progress
+    looked = 0.0
     while waiting or processes.keys() & {"orchestrator", "trainer"}:
         # 1. Start what may start. What can be wrong with a task is found before a server starts.
         while waiting and ("[orchestrator] ready" in heard or not processes):
@@ -255,9 +256,7 @@ def supervise(cfg, run_dir, waiting, logs):
         version = read_int(run_dir / "version")
 
         # 3. Take the exit codes, also of orphans, which would stay zombies.
-        with suppress(ChildProcessError):  # there is no child left
-            while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                statuses[child[0]] = os.waitstatus_to_exitcode(child[1])
+        statuses |= exit_codes()
 
         # 4. Look at what has ended: servers first, since others fail for want of them.
         ended = [watched.pop(fd) for fd in ready if fd in watched]
@@ -277,15 +276,26 @@ def supervise(cfg, run_dir, waiting, logs):
             watch_engines(processes, watched)
         if processes.keys() & FIRST:
             limit = cfg.run.prepare_timeout
-        before = signs
-        signs = [version, *processes, *signs_of_progress(run_dir)]
-        if signs != before:
-            moved = time.monotonic()
-        if time.monotonic() > moved + limit:
+        found = [version, *processes, *signs_of_progress(run_dir)]
+        now = time.monotonic()
+        if found != signs or now > looked + 60:  # the whole run was suspended, this process as well
+            moved = now
+        signs = found
+        looked = now
+        if now > moved + limit:
             name = "trainer" if "trainer" in processes else next(iter(processes))
             text = f"no role made progress for {limit:.0f} s (watchdog): the stacks are in {run_dir}/logs"
             raise failure(run_dir, heard, name, processes[name].pid, 1, text)
     return processes
+
+
+def exit_codes():
+    """{pid: exit code} of the children that have ended since."""
+    ended = {}
+    with suppress(ChildProcessError):  # there is no child left
+        while (child := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            ended[child[0]] = os.waitstatus_to_exitcode(child[1])
+    return ended
 
 
 def signs_of_progress(run_dir):

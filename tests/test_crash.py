@@ -420,6 +420,23 @@ def test_signals_end_the_run_in_order(when, models, tmp_path):
     run.assert_clean()
 
 
+@pytest.mark.long
+def test_a_run_that_was_suspended_goes_on(models, tmp_path):
+    """As by SLURM or `docker pause`, and for longer than the watchdog waits. The launcher is the first to go on."""
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, *ONE)
+    run.wait_for(lambda: "step     2" in run.text())
+    pids = list(run.processes().values())
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(65)
+    os.kill(run.process.pid, signal.SIGCONT)
+    time.sleep(2)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    run.end(0)
+    run.assert_clean()
+
+
 # --- mistakes are found before a server starts ------------------------------------------------------------------------
 
 MISTAKES = {
