@@ -256,9 +256,9 @@ class SingleTurnEnv:
         self.head = list(few_shot)
         if system_prompt:
             self.head.insert(0, {"role": "system", "content": system_prompt})
-        is_text = any(isinstance(row.get("prompt"), str) for row in self.dataset)
-        ensure(not is_text or not self.head, "a prompt that is text takes no system_prompt and no few_shot")
-        # What a reward function lacks is found now. Subclasses may have more to give.
+        self.has_text = any(isinstance(row.get("prompt"), str) for row in self.dataset)
+        ensure(not self.has_text or not self.head, "a prompt that is text takes no system_prompt and no few_shot")
+        # Check now that there is what each reward function asks for. Subclasses may have more to give.
         if type(self) is SingleTurnEnv and type(self.rubric) is Rubric:
             for func, _, objects in self.rubric.parts:
                 pick(func, self.start(self.dataset[0]) | objects | {"state": None})
@@ -294,6 +294,7 @@ class MultiTurnEnv(SingleTurnEnv):
     def __init__(self, dataset, max_turns=8, **kwargs):
         super().__init__(dataset, **kwargs)
         self.max_turns = max_turns
+        ensure(not self.has_text, f"{type(self).__name__}: a prompt for several turns must be messages, not text")
 
     def setup_state(self, state):
         """Before the first turn: changes the state, or returns entries for it."""
@@ -322,7 +323,7 @@ class MultiTurnEnv(SingleTurnEnv):
                 reply, new = reply
                 state.update(new)
             ensure(are_messages(reply), f"env_response returned {str(reply)[:200]!r}, not a list of messages")
-            state["completion"] = state["completion"] + reply
+            state["completion"] += reply
 
 
 OURS = ("env", "orchestrator", "trainer", "launch", "configs", "tools", "tests")  # names of modules

@@ -240,7 +240,7 @@ def supervise(cfg, run_dir, waiting, logs):
     looked = 0.0
     while waiting or processes.keys() & {"orchestrator", "trainer"}:
         # 1. Start what may start. What can be wrong with a task is found before a server starts.
-        while waiting and ("[orchestrator] ready" in heard or not processes):
+        while waiting and ("[orchestrator] ready" in heard or not processes):  # FIRST: one after the other
             role = waiting.pop(0)
             path = f"{run_dir}/logs/{role.name}.log"
             logs.append(open(path, "a+b"))  # at its end
@@ -260,7 +260,7 @@ def supervise(cfg, run_dir, waiting, logs):
 
         # 4. Look at what has ended: servers first, since others fail for want of them.
         ended = [watched.pop(fd) for fd in ready if fd in watched]
-        for name, pid in sorted(ended):
+        for name, pid in sorted(ended):  # inference < orchestrator < trainer
             if pid != processes[name].pid:
                 text = f"its engine, process {pid}, died; the end of its log may say how"
                 raise failure(run_dir, heard, name, pid, 1, text)

@@ -94,8 +94,8 @@ class Client:
 
 async def sample(client, group, prompt, tools=None, user="", own=(), **override):
     """Asks for one completion of messages, or of text for base models -> Reply. user: the rollout's number in its
-    group, for the server's logs. own: what an agent asks for beside them, e.g. stop; its max_tokens can only lower the
-    run's. Raises Truncated if max_seq_len is reached."""
+    group, for the server's logs. own: further options, from the environment, e.g. stop; its max_tokens can only lower
+    the run's. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
     # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
@@ -134,7 +134,7 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
     ensure(are_logps and len(ids) == len(logps), f"the server sent {len(ids)} ids with logprobs {logps}")
     reason = choice["finish_reason"]
     ensure(reason in ("stop", "length", "tool_calls"), f"the server ended its answer for the reason {reason!r}")
-    # A tool call that the parser found hides that the answer was cut behind it.
+    # A tool call that the parser found masks that the answer was cut off after it.
     is_full = len(ids) >= min(most, cfg.run.max_seq_len - len(prompt_ids))
     is_cut = reason == "length" or (reason == "tool_calls" and is_full)
     if len(ids) == body["max_tokens"] < most:
@@ -178,7 +178,7 @@ Group = namedtuple("Group", "env index row rollouts dropped")
 
 WRITER = ThreadPoolExecutor(1)  # of batches
 UNBIASED = {"stop", "max_tokens", "parallel_tool_calls", "tool_choice"}  # what a turn that is trained may ask for
-TALK = ("prompt", "completion", "answer", "info")  # of a state, as rollouts.jsonl has them
+TALK = ("prompt", "completion", "answer", "info")  # what rollouts.jsonl has of a state
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
 METADATA |= {"staleness", "at", "adv", "lens", "row", "index", "baseline_key"}
@@ -191,12 +191,11 @@ def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=
     """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none
     is (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a
     new sequence begins. Two agents never share one, nor do trainable and other turns."""
-    longest_first = sorted(sequences, key=lambda s: -len(s["tokens"]))
-    for s in longest_first:
-        is_same = s["agent"] == agent and s["trainable"] == trainable
-        if is_same and s["tokens"] == prompt_ids[: len(s["tokens"])]:
-            break
-    else:
+    who = (agent, trainable)
+    same = [s for s in sequences if (s["agent"], s["trainable"]) == who]
+    fitting = [s for s in same if s["tokens"] == prompt_ids[: len(s["tokens"])]]
+    s = max(fitting, key=lambda s: len(s["tokens"]), default=None)
+    if s is None:
         s = {name: [] for name in ("tokens", "mask", "old_logp", "turn")}
         s |= {"agent": agent, "trainable": trainable}
         sequences.append(s)
@@ -234,8 +233,8 @@ def describe(error, most=400):
 
 
 async def guard(rollouts, work, timeout_s):
-    """User code and HTTP may fail here and nowhere else: the rollouts are lost then, and counted by r.error. The work
-    is a task of its own, since user code may cancel the one that it runs in."""
+    """The only place where user code and HTTP may fail: the rollouts are lost then, and counted by r.error. The work is
+    a task of its own, since user code may cancel the one that it runs in."""
 
     async def attempt():
         try:
@@ -272,7 +271,7 @@ async def run_rollout(env, row, ask, step, cfg):
         reply = await ask(prompt, tools, own=own)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
-        if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):
+        if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):  # only the server tokenizes
             raise Truncated
         extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, turn, agent, trainable)
         r.versions += reply.versions
@@ -350,7 +349,7 @@ async def run_group(env, row, size, ask, step, cfg, running):
             r.metrics |= metrics
 
     await guard(scored, score_together(), o.generation_timeout)
-    for r in scored:
+    for r in scored:  # unless score_group failed, and they are lost
         if o.zero_truncated_completions and r.truncated and r.reward is not None:
             r.reward = 0.0
             r.turn_rewards = None
@@ -370,8 +369,8 @@ def shuffled(num, seed, epoch):
 
 class Order:
     """HACK HERE: which row of an environment comes next, which groups are kept, and which are added. This one takes
-    each row once per epoch, as a function of (seed, index). A subclass keeps what it must know after a kill in
-    self.memory, as JSON has it.
+    each row once per epoch, as a function of (seed, index). A subclass keeps what must outlive a kill in self.memory,
+    as JSON has it.
 
     state: {"next": index, "open": indices issued but not committed, "extra": memory}. A subclass gets
     orchestrator.order_args as keyword arguments."""
@@ -411,12 +410,12 @@ class Order:
         """Dynamic sampling (DAPO, 2503.14476): "" if a group is worth training on, otherwise why not. "flat" if all
         rewards are equal, and with gamma < 1 also how soon they come. Not called if there is nothing to train on."""
         by_turn = self.cfg.trainer.gamma < 1
+        scored = [r for r in rollouts if r.reward is not None]
         earned = set()
-        for r in rollouts:
-            if r.reward is not None:
-                by_part = (*(r.turn_rewards or ()), *r.agent_rewards.values())
-                earned.add((r.reward, by_part, r.num_turns if by_turn else 0))
-        is_flat = len(earned) == 1 and not has_weight(rollouts, WEIGHTS[1:])
+        for r in scored:
+            by_part = (*(r.turn_rewards or ()), *r.agent_rewards.values())
+            earned.add((r.reward, by_part, r.num_turns if by_turn else 0))
+        is_flat = len(earned) == 1 and not has_weight(scored, ("ce", "teacher"))
         return "flat" if is_flat else ""
 
     def extra(self, step):
@@ -445,7 +444,7 @@ class Order:
 
 
 def has_weight(rollouts, names):
-    """Whether any token has one of these weights."""
+    """Whether any token has one of these weights. The rollouts are scored: those of lost ones may be of any kind."""
     sequences = [s for r in rollouts for s in r.sequences if s["trainable"]]
     return any(np.any(s.get(name, 0)) for s in sequences for name in names)
 
@@ -510,7 +509,9 @@ def save_batch(path, sequences, info):
         unknown = np.nan if dtype == np.float32 else -1  # in sequences that lack it
         example = next(s[name] for s in sequences if name in s)
         for s, num in zip(sequences, lens):
-            values = s.get(name, np.full((num, *np.shape(example)[1:]), unknown))
+            values = s.get(name)
+            if values is None:
+                values = np.full((num, *np.shape(example)[1:]), unknown)
             part = np.array(values, dtype)
             require(len(part) == num, DATA, f"field {name!r} has {len(part)} values for {num} tokens")
             is_trained = name in WEIGHTS and np.nan_to_num(part[:1]).any()
@@ -531,7 +532,7 @@ def save_batch(path, sequences, info):
 
 
 def metadata_of(group, i):
-    """What is said of rollout number i of a group, beside its conversation and its tokens."""
+    """The metadata of rollout number i of a group: all but its conversation and its tokens."""
     about = dict(vars(group.rollouts[i]))
     del about["state"], about["sequences"]
     about |= {"env": group.env, "example": group.row, "group": group.index}
@@ -645,9 +646,9 @@ def means(rows, prefix=""):
 def rollout_metrics(groups, step):
     """Metrics of one batch. Rewards are over every scored rollout, also of filtered groups: without the flat ones the
     mean would mislead. tools/watch.py has them for each environment of a mix."""
-    rollouts = sum((group.rollouts for group in groups), [])
+    rollouts = [r for group in groups for r in group.rollouts]
     rewards = [r.reward for r in rollouts if r.reward is not None]
-    trained = sum((group.rollouts for group in groups if not group.dropped), [])
+    trained = [r for group in groups if not group.dropped for r in group.rollouts]
     staleness = [step - min(r.versions) for r in trained if r.reward is not None]  # in versions
     errors = Counter(f"error/{r.error.split(':')[0]}" for r in rollouts if r.error)
     metrics = {f"group/{name}": 0 for name in ("kept", "flat", "failed", "long", "empty")}
@@ -665,8 +666,8 @@ def rollout_metrics(groups, step):
 
 
 def prepare(cfg):
-    """Returns {name: environment}. What is wrong with these, or with the model's files, ends the run before a server
-    starts: RunError with CONFIG, or with DATA if a task's own code fails."""
+    """Returns {name: environment}. An error in these, or in the model's files, ends the run before a server starts:
+    RunError with CONFIG, or with DATA if a task's own code fails."""
     envs = {}
     for e in cfg.env:
         try:
@@ -729,7 +730,7 @@ async def run(cfg):
     slots = itertools.islice(slots, start * num_groups, None)
     previous = []  # the task that commits the batch before
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date
+        tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date, and ends last
         for n in range(step, cfg.run.max_steps + 1):  # existing batches may lack their evaluations
             evaluation = None
             every = cfg.eval.every
@@ -773,13 +774,13 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
     for name, num in shares.items():
         work.append(fill_with(orders[name], num, n, functools.partial(job, name)))
     groups = sum(await asyncio.gather(*work), [])
-    extra = []
-    for order in orders.values():
-        extra += order.extra(n)
     await asyncio.gather(*previous)  # commits are in order
     if evaluation:  # without batch n the trainer stays at version n, which is being evaluated
         await client.until(n)
         await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
+    extra = []
+    for order in orders.values():  # only now: what it changes in an order's memory is committed with this batch
+        extra += order.extra(n)
     await commit_batch(n, groups, extra, orders, run_dir, cfg)
 
 

@@ -293,7 +293,7 @@ def load_batch(path, cfg=None, step=None):
         fields["at"] = torch.arange(sum(lens))  # each token's index in the whole batch
         for name in WEIGHTS:
             weight_T = fields.get(name, torch.zeros(sum(lens)))
-            fields[name] = weight_T.nan_to_num()  # nan marks a sequence without it in a file where others have it
+            fields[name] = weight_T.nan_to_num()  # nan: this sequence lacks a field that others in the file have
         for name, values_T in fields.items():
             for sequence, values in zip(sequences, values_T.split(lens)):
                 sequence[name] = values
@@ -304,11 +304,11 @@ def load_batch(path, cfg=None, step=None):
         require(info["step"] == step, DATA, f"{path} holds batch {info['step']}")
     for i, s in enumerate(sequences):
         s.setdefault("trainable", True)
-        s.setdefault("temperature", 1.0)  # a demonstration was sampled by nobody
+        s.setdefault("temperature", 1.0)  # demonstrations were not sampled
         s.setdefault("rollout", f"sequence {i}")  # a demonstration has neither group nor reward
         # Sequences with the same key share a baseline.
         s["baseline_key"] = (s.get("env"), s.get("group"), s.get("agent", ""))
-    return Batch(sequences, {"max_tokens": max(lens), "num_tokens": sum(lens)} | info)
+    return Batch(sequences, {"max_tokens": max(lens)} | info | {"num_tokens": sum(lens)})
 
 
 def partition_by_length(lens, budget, ranks, multiple, overhead):
@@ -407,7 +407,7 @@ def count_weights(sequences, weight):
 
 
 def count_all(sequences, info):
-    """What losses may divide by: counts of the whole optimizer step, as make_micros says."""
+    """The denominators that losses have: counts of the whole optimizer step, as make_micros says."""
     numbers = {f"num_{name}": count_weights(sequences, name) for name in WEIGHTS}
     numbers["num_mask"] = max(1, numbers["num_mask"])
     num_rewarded = sum(s.get("reward") is not None for s in sequences)  # not demonstrations
@@ -446,10 +446,16 @@ def check_tokens(policy, sequences):
 # HACK HERE: an advantage maps the rewards of one group to one number per rollout; `group` holds their metadata.
 ADVANTAGES = {
     "mean": lambda r_G, group: r_G - r_G.mean(),  # Dr. GRPO, 2503.20783
-    "std": lambda r_G, group: ((r_G - r_G.mean()) / (r_G.std() + 1e-4)).nan_to_num(),  # GRPO, 2402.03300; alone: 0
-    "batch_std": lambda r_G, group: r_G - r_G.mean(),  # and over the batch's deviation, below (LitePPO, 2508.08221)
+    "std": lambda r_G, group: (r_G - r_G.mean()) / (std(r_G) + 1e-4),  # GRPO, 2402.03300
+    # Then divided by the batch's standard deviation, in compute_advantages (LitePPO, 2508.08221).
+    "batch_std": lambda r_G, group: r_G - r_G.mean(),
     "leave_one_out": lambda r_G, group: (r_G - r_G.mean()) * len(r_G) / max(1, len(r_G) - 1),  # RLOO, 2402.14740
 }
+
+
+def std(r_G):
+    """The standard deviation of a group; 0 if there is one rollout alone."""
+    return r_G.std(correction=min(1, len(r_G) - 1))
 
 
 def compute_advantages(groups, name):
@@ -485,7 +491,7 @@ def add_advantages(sequences, t):
     for s in sequences:
         if s.get("reward") is not None:
             group = groups.setdefault(s["baseline_key"], {})
-            group[s["rollout"]] = s  # any sequence of a forked rollout carries its reward
+            group[s["rollout"]] = s  # every sequence of a forked rollout carries its reward
     rollouts = [list(group.values()) for group in groups.values()]
     by_turn = t.gamma < 1 or any(s.get("turn_rewards") for s in sequences)
     if by_turn:
@@ -517,7 +523,7 @@ def add_advantages(sequences, t):
 
 
 def log_ratio(micro, logp_N):
-    """log r, cut before exp: inf would meet advantages of 0."""
+    """log r, clamped so that exp cannot overflow: inf times an advantage of 0 would be nan."""
     return (logp_N - micro["old_logp_N"]).clamp(-20, 20)
 
 
@@ -560,14 +566,16 @@ def compute_loss(micro, logp_N, entropy_N, t):
 
     The loss is the sum of the terms. Each has a weight per token, and is divided by the number of tokens in the whole
     step whose weight is not 0, so that neither micro-batches nor ranks change the result."""
-    # 1. Policy gradient, on what the policy said; elsewhere fields may be nan. With trainer.importance the ratio is to
-    # prox_logp, and the weight corrects for the distance of prox_logp from the sampler.
+    # 1. Policy gradient, on what the policy said. Elsewhere fields may be nan: where() below hides that in the loss,
+    # but its gradient would be 0 * nan. With trainer.importance the ratio is to prox_logp, and the weight corrects for
+    # the distance of prox_logp from the sampler.
     is_own_N = micro["mask_N"]
     own_logp_N = torch.where(is_own_N, logp_N, logp_N.detach())
-    at = micro
+    anchored = micro
     if t.importance:
-        at = micro | {"old_logp_N": micro["prox_logp_N"]}
-    returned = configs.find(t.loss, LOSSES)(at, own_logp_N, entropy_N, **t.loss_args)
+        prox_N = micro.setdefault("prox_logp_N", logp_N.detach())  # with a single update
+        anchored = micro | {"old_logp_N": prox_N}
+    returned = configs.find(t.loss, LOSSES)(anchored, own_logp_N, entropy_N, **t.loss_args)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     require(is_pair, DATA, f"trainer.loss = {t.loss!r} returned no pair: loss_N and {{metric: value_N}}")
     policy_N, logs = returned
@@ -586,11 +594,11 @@ def compute_loss(micro, logp_N, entropy_N, t):
         logs["policy/kl_ref"] = kl_N
     policy_N = torch.where(is_own_N, policy_N, 0)
     terms = {"policy": policy_N / micro["num_mask"]}
-    # 3. Imitation of tokens, whoever said them.
+    # 3. Imitation: the cross-entropy of tokens, whoever said them.
     if micro["num_ce"]:
         ce_N = -micro["ce_N"] * logp_N
         terms["ce"] = ce_N / micro["num_ce"]
-    # 4. What a teacher makes of the policy's words.
+    # 4. Distillation: what a teacher thinks of the policy's words.
     if micro["num_teacher"]:
         teacher_N, logs["policy/kl_teacher"] = distillation(micro, logp_N)
         terms["teacher"] = teacher_N / micro["num_teacher"]
@@ -617,8 +625,8 @@ def add_fields(policy, sequences, info, cfg):
             add_logp("ref_logp", policy, sequences, info, cfg)
     # The policy before the first update. If there is only one update, its own forward pass gives it.
     if t.updates_per_batch * t.minibatches > 1:
-        is_unknown = any(s["old_logp"].isnan().any() for s in sequences)
-        if t.importance or is_unknown:
+        old_logps = [s["old_logp"][s["mask"]] for s in sequences]
+        if t.importance or torch.cat(old_logps).isnan().any():
             add_logp("prox_logp", policy, sequences, info, cfg)
 
 
@@ -660,12 +668,12 @@ def schedule(step, t, total):
 
 
 def begin_step(optimizer, step, cfg):
-    """Sets the learning rate and each rank's seed for dropout from the step, so that a resumed run repeats them. The
-    peak of memory counts from here."""
-    share = schedule(step, cfg.trainer, cfg.run.max_steps)
+    """Sets the learning rate and each rank's seed for dropout from the step, so that a resumed run repeats them. Resets
+    the peak of memory."""
+    factor = schedule(step, cfg.trainer, cfg.run.max_steps)
     for group in optimizer.param_groups:
         initial_lr = group.setdefault("initial_lr", group["lr"])
-        group["lr"] = share * initial_lr
+        group["lr"] = factor * initial_lr
     draw = step * dist.get_world_size() + dist.get_rank()
     torch.manual_seed((cfg.run.seed << 32) + draw)
     if torch.cuda.is_available():
@@ -709,7 +717,7 @@ def apply_gradients(policy, optimizer, scale, max_norm):
     grad_norm = full(nn.utils.clip_grad_norm_(params, max_norm)).item()
     if math.isfinite(grad_norm):
         optimizer.step()
-    policy.zero_grad()  # also what an optimizer of the user's own leaves out
+    policy.zero_grad()  # also of parameters that a user's optimizer leaves out
     adapt_loss_scale(policy, grad_norm)
     return grad_norm
 
@@ -717,7 +725,7 @@ def apply_gradients(policy, optimizer, scale, max_norm):
 def fill_in_old_logp(micro, logp_N):
     """Where the sampler's log-probability is unknown (nan), the ratio starts at 1: it is taken from the policy before
     the batch's first update. That is prox_logp_N from add_fields or, with a single update, logp_N itself."""
-    prox_N = micro.setdefault("prox_logp_N", logp_N)
+    prox_N = micro.get("prox_logp_N", logp_N)
     is_unknown_N = micro["old_logp_N"].isnan()
     micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
 
@@ -738,7 +746,7 @@ def adapt_loss_scale(policy, grad_norm):
 
 
 def distance_from_sampler(log_r_N):
-    """Metrics per token. The KL is cut at 5 nats: exp(12) at one token of 100,000 would look like a policy far away."""
+    """Metrics per token. The KL is cut at 5 nats: exp(12) at one token of 100,000 would dominate the mean."""
     return {"policy/kl_sampler": k3(log_r_N.clamp(max=5)), "policy/beyond_2_nats": log_r_N.abs() > 2}
 
 
@@ -759,8 +767,10 @@ def add_terms(sums, terms, num_tokens):
 
 def token_means(sums, num_mask):
     """{name: sum on this rank} -> {name: mean over the tokens that the policy said, on all ranks}. Collective."""
-    names = sorted(sums)
-    total = torch.stack([sums[name] for name in names])
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, list(sums))
+    names = sorted(set().union(*everyones))  # a loss may log something on one rank alone
+    total = torch.tensor([float(sums[name]) for name in names])
     dist.all_reduce(total)
     means = total / num_mask
     return dict(zip(names, means.tolist()))
@@ -857,7 +867,7 @@ def stream_weights(model, dtype, only_lora):
             else:
                 block[f"{name}.weight" if only_lora else name] = gather(model, name, dtype)
         block = revert_weight_conversion(model, block)
-        if block:
+        if block:  # an empty one would end the stream
             yield block
 
 
@@ -876,7 +886,7 @@ def gather(model, name, dtype):
 
 def make_process_group(store, rank, spec):
     """A process group apart from torch's default one, which vLLM uses itself. NCCL's watchdog kills the process when
-    its limit has passed; it is doubled, so that a wait with a shorter one is reported first."""
+    its limit has passed, so that is twice ours: a wait of ours ends first, and is reported."""
     limit = timedelta(seconds=spec["timeout_s"])
     process_group = dist.ProcessGroup(store, rank, spec["size"])
     if spec["backend"] == "gloo":
@@ -1046,7 +1056,7 @@ class WeightReceiver:
 
 def send_weights(sender, policy, version, cfg):
     """Streams all weights to the servers. If the stream breaks off, they are not resumed, or the adapter not loaded:
-    none ever samples from a mixture of two versions. Collective; other ranks have no sender."""
+    no server ever samples from a mixture of two versions. Collective; other ranks have no sender."""
     blocks = stream_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     if not sender:
         deque(blocks, maxlen=0)  # takes part in gathering, and keeps nothing
@@ -1066,7 +1076,7 @@ def send_weights(sender, policy, version, cfg):
         for number, tensors in enumerate(chain(blocks, [{}])):  # an empty block is the end
             refuse_non_finite(tensors, f"sync of version {version}")
             send_block(sender, number, tensors)
-            tensors.clear()  # before the next block is gathered
+            tensors.clear()  # also in the generator, before it gathers the next block
     for sent in range(number + 1):
         sender.store.delete_key(f"block {sent}")
     if cfg.sends_adapters:

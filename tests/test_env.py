@@ -184,6 +184,8 @@ def test_text_for_base_models_takes_no_messages_before_it():
     for own in ({"system_prompt": "s"}, {"few_shot": [{"role": "user", "content": "a"}]}):
         with pytest.raises(DataError, match="a prompt that is text takes no system_prompt and no few_shot"):
             SingleTurnEnv([{"prompt": "2 + 2 ="}], **own)
+    with pytest.raises(DataError, match="MultiTurnEnv: a prompt for several turns must be messages, not text"):
+        MultiTurnEnv([{"prompt": "2 + 2 ="}])
 
 
 # --- tools ------------------------------------------------------------------------------------------------------------

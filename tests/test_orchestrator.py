@@ -652,6 +652,31 @@ def test_a_group_without_rewards_is_not_an_orders_to_keep(run):
     assert set(dropped_of(run_dir).values()) <= {"failed", "not mine"} and all_batches(run_dir)[0].sequences
 
 
+class Counts(Order):
+    """Remembers the last step that it has added to."""
+
+    def extra(self, step):
+        self.memory["last"] = step
+        return []
+
+
+def test_a_batch_has_the_memory_of_no_later_one(run):
+    """The next ones are there before the first can be committed."""
+    more = ["orchestrator.max_staleness=3", "orchestrator.max_concurrent=64"]
+    env = '{ kind = "first_batch_is_slow" }'
+    run_dir = run(4, env, *more, "orchestrator.order=test_orchestrator:Counts")
+    states = [batch.info["sampler"]["think_env"]["extra"] for batch in all_batches(run_dir)]
+    assert states == [{"last": step} for step in range(4)]
+
+
+def test_a_lost_rollouts_fields_are_not_looked_at(make_cfg):
+    """They may be why it was lost, and no shape can be relied on."""
+    sound = {"trainable": True, "agent": "", "mask": [0, 1]}
+    rollouts = [Rollout({}, [sound], reward=1.0), Rollout({}, [sound], reward=1.0)]
+    rollouts.append(Rollout({}, [{"ce": [[1], [2, 3]]}], error="DataError: field 'ce'"))
+    assert unusable(rollouts) == "" and Order([{}], make_cfg()).keep(rollouts) == "flat"
+
+
 # --- evaluation, resume -----------------------------------------------------------------------------------------------
 
 

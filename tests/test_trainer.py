@@ -484,12 +484,13 @@ def test_pi_old_is_the_policy_before_the_first_update(
     honest, moved = trainer.compute_loss, []
 
     def spy(micro, logp_N, entropy_N, t):
+        returned = honest(micro, logp_N, entropy_N, t)
         trained_N = micro["mask_N"] | (micro["ce_N"] != 0)
         for name in ["prox_logp_N"] * bool(weight) + ["old_logp_N"] * (not is_known):
             expected_N = before_T[micro["at_N"]][trained_N]
             torch.testing.assert_close(micro[name][trained_N], expected_N, atol=1e-5, rtol=0)
         moved.append((logp_N - before_T[micro["at_N"]])[trained_N].abs().max().item())
-        return honest(micro, logp_N, entropy_N, t)
+        return returned
 
     monkeypatch.setattr(trainer, "compute_loss", spy)
     policy = trainer.build_policy(cfg)
@@ -497,6 +498,30 @@ def test_pi_old_is_the_policy_before_the_first_update(
     trainer.train_step(policy, optimizer, batch, 0, cfg)
     assert {int(state["step"]) for state in optimizer.state.values()} == {updates * minibatches}
     assert (max(moved) > 1e-2) == (updates * minibatches > 1)
+
+
+def test_prox_logp_is_there_with_importance_alone(make_cfg, tmp_path, monkeypatch):
+    """Otherwise a loss that reads it would get the policy's own log-probabilities, and a ratio that is always 1."""
+
+    def loss(micro, logp_N, entropy_N):
+        return (logp_N - micro["prox_logp_N"]).exp() * -micro["adv_N"], {}
+
+    monkeypatch.setitem(trainer.LOSSES, "cispo", loss)
+    cfg = make_cfg("trainer.minibatches=2")
+    policy = trainer.build_policy(cfg)
+    with pytest.raises(KeyError, match="prox_logp_N"):
+        trainer.train_step(policy, adamw(policy, 1e-2), batch_of(tmp_path, ragged()), 0, cfg)
+
+
+def test_a_demonstration_alone_costs_no_pass_before_the_first_update(make_cfg, tmp_path):
+    """Nobody sampled it, so its old_logp is nan, but no ratio is taken of it."""
+    sequences = ragged()
+    num = len(sequences[0]["tokens"])
+    shown = {"mask": np.zeros(num), "ce": np.arange(num) > 0, "old_logp": [math.nan] * num}
+    batch = batch_of(tmp_path, [sequences[0] | shown, *sequences[1:]], offline=True)
+    cfg = make_cfg("trainer.minibatches=2")
+    trainer.add_fields(trainer.build_policy(cfg), batch.sequences, batch.info, cfg)
+    assert not any("prox_logp" in s for s in batch.sequences)
 
 
 # --- compiled, cast, without waiting ----------------------------------------------------------------------------------
@@ -755,7 +780,9 @@ def test_kl_and_bonus_are_token_means_whatever_the_loss_divides_by(loss, make_cf
 
 
 def nan_on_rank_1(micro, logp_N, entropy_N):
-    return logp_N * (math.nan if os.environ["RANK"] == "1" else 1.0), {}
+    """Each rank logs something of its own as well."""
+    rank = os.environ["RANK"]
+    return logp_N * (math.nan if rank == "1" else 1.0), {f"policy/of_{rank}": torch.ones_like(logp_N)}
 
 
 def nan_loss(micro, logp_N, entropy_N):
@@ -1252,7 +1279,9 @@ def test_two_replicas_of_two_ranks_are_one(saved):
 @pytest.mark.slow
 def test_a_non_finite_gradient_on_one_rank_changes_nothing_on_any(two_ranks, models):
     run = run_of(two_ranks / "2", "broken")
-    assert [m["optim/skipped"] for m in lines(run / "metrics.jsonl")] == [1, 1]
+    for m in lines(run / "metrics.jsonl"):
+        assert m["optim/skipped"] == 1
+        assert m["policy/of_0"] > 0 < m["policy/of_1"] and m["policy/of_0"] + m["policy/of_1"] == pytest.approx(1)
     before, after = (load_file(path / "model.safetensors") for path in (models["untied"], run / "final"))
     assert all(before[key].equal(after[key]) for key in before)
 

@@ -134,6 +134,11 @@ def sleeps():
     return random.random()
 
 
+def first_batch_is_slow(state):
+    time.sleep(1 if state["step"] == 0 else 0)
+    return random.random()
+
+
 def stuck(answer):
     time.sleep(3600 if random.random() < 0.2 else 0)
     return random.random()
@@ -170,5 +175,5 @@ def load_environment(kind="turns", num_turns=4, prompt="hello", num_rows=37):
     for kind_of_env in (BadRow, Fields, Agents):
         if kind_of_env.__name__ == kind:
             return kind_of_env(rows, rubric=Rubric([noise]))
-    functions = (zero, misbehaves, raises, sleeps, stuck, none_if_wrong, noise)
+    functions = (zero, misbehaves, raises, sleeps, first_batch_is_slow, stuck, none_if_wrong, noise)
     return SingleTurnEnv(rows, rows[:3], rubric=Rubric([next(f for f in functions if f.__name__ == kind)]))

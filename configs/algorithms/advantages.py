@@ -5,6 +5,7 @@ reward function gave), num_tokens and num_turns. Copy one to write your own."""
 import torch
 
 from configs.runtime.role import CONFIG, require
+from trainer import std
 
 
 def zero(rewards_G, group):
@@ -28,7 +29,7 @@ def gdpo(rewards_G, group):
     total_G = torch.zeros_like(rewards_G)
     for name, weight in weights.items():
         r_G = torch.tensor([rollout["metrics"][name] for rollout in group], dtype=torch.float64)
-        total_G += weight * ((r_G - r_G.mean()) / (r_G.std() + 1e-4)).nan_to_num()  # alone: 0
+        total_G += weight * (r_G - r_G.mean()) / (std(r_G) + 1e-4)
     return total_G
 
 
