@@ -312,15 +312,16 @@ def load_batch(path, cfg=None, step=None):
 
 
 def partition_by_length(lens, budget, ranks, multiple, overhead):
-    """Lengths of sequences -> padded micro-batches: lists of indices, shortest sequences first.
+    """Lengths of sequences -> passes, each with a padded micro-batch on every rank: lists of indices, shortest
+    sequences first.
 
-    A rank gets every ranks-th row of a micro-batch, at most `budget` padded tokens or a single row, so that a pass
-    costs all ranks the same. Widths are rounded up to a multiple, which leaves few different shapes. Dynamic
+    A rank gets every ranks-th row of a pass, at most `budget` padded tokens or a single row, so that it costs all ranks
+    the same. Widths are rounded up to a multiple, which leaves few different shapes. Dynamic
     programming over the sorted lengths finds the least padded area per rank, plus `overhead` tokens for each pass."""
     order = np.argsort(lens, kind="stable")
     widths = -(-np.asarray(lens)[order] // multiple) * multiple
     cost = np.zeros(len(lens) + 1)  # of the best partition of the first n
-    start = np.zeros(len(lens) + 1, dtype=int)  # where its last micro-batch begins
+    start = np.zeros(len(lens) + 1, dtype=int)  # where its last pass begins
     for end, width in enumerate(widths, 1):
         most = ranks * max(1, budget // width)
         rows = np.arange(min(end, most), 0, -1)
@@ -469,12 +470,12 @@ def compute_advantages(groups, name):
         ensure_shape(f"trainer.advantage = {name!r}", adv_G, rewards_G.shape)
         rewards.append(rewards_G)
         advantages.append(adv_G)
-    over = []  # all advantages are divided by the standard deviation of this, over the whole batch
+    spread = []  # all advantages are divided by the standard deviation of this, over the whole batch
     if name == "batch_std":
-        over = rewards
+        spread = rewards
     if getattr(advantage, "over_batch", False):
-        over = advantages
-    scale = torch.cat(over).std(correction=0) + 1e-4 if over else 1.0
+        spread = advantages
+    scale = torch.cat(spread).std(correction=0) + 1e-4 if spread else 1.0
     return [(adv_G / scale).tolist() for adv_G in advantages]
 
 
@@ -655,7 +656,7 @@ def where_trained(micro, x_N):
 
 def schedule(step, t, total):
     """The factor on the learning rate: linear warm-up for at most half of the `total` steps, then constant, or a linear
-    or cosine decay to 0."""
+    or cosine decay to 0. As in Transformers, "constant" has no warm-up; "constant_with_warmup" has."""
     warmup = max(t.warmup_steps, math.ceil(t.warmup_ratio * total))
     warmup = min(warmup, total // 2)
     if t.lr_scheduler_type == "constant":
@@ -757,22 +758,22 @@ def add_up(sums, logs, mask_N):
         sums[name] += counted_N.sum().float()
 
 
-def add_terms(sums, terms, num_tokens):
+def add_terms(sums, terms, num):
     """Adds the terms of a micro-batch's loss, and their sum, times the number by which token_means will divide them."""
     for name, term_N in terms.items():
-        total = term_N.detach().sum() * num_tokens
+        total = term_N.detach().sum() * num
         sums[f"loss/{name}"] += total
         sums["loss"] += total
 
 
-def token_means(sums, num_mask):
+def token_means(sums, num):
     """{name: sum on this rank} -> {name: mean over the tokens that the policy said, on all ranks}. Collective."""
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, list(sums))
     names = sorted(set().union(*everyones))  # a loss may log something on one rank alone
     total = torch.tensor([float(sums[name]) for name in names])
     dist.all_reduce(total)
-    means = total / num_mask
+    means = total / num
     return dict(zip(names, means.tolist()))
 
 
@@ -804,8 +805,8 @@ def train_step(policy, optimizer, batch, step, cfg):
     add_fields(policy, sequences, batch.info, cfg)
     sums = Counter()
     grad_norms = []
-    for update in range(t.updates_per_batch):
-        seed = (cfg.run.seed, step, update)
+    for epoch in range(t.updates_per_batch):
+        seed = (cfg.run.seed, step, epoch)
         for part in draw_minibatches(sequences, seed, t.minibatches):
             micros = make_micros(policy, part, batch.info, cfg)
             share = len(part) / len(sequences)
@@ -826,7 +827,7 @@ def train_step(policy, optimizer, batch, step, cfg):
                 logs |= distance_from_sampler(logp_N - micro["old_logp_N"])
                 add_up(sums, logs, micro["mask_N"])
                 add_terms(sums, terms, share * num_mask)
-                if update == 0:
+                if epoch == 0:
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
             grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
@@ -851,8 +852,8 @@ def stream_weights(model, dtype, only_lora):
     with only_lora A and B alone. A block is a transformer block, since fused experts are converted as a whole, or a
     tensor outside the blocks. Only one exists at a time. Collective: every rank goes through all of them."""
     params = dict(model.named_parameters())  # tied weights are in it once
-    saved = model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    persistent = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     blocks = {}
     for name in [*params, *buffers]:
         is_lora = "lora_" in name
@@ -1320,7 +1321,7 @@ def load_checkpoint(path, policy, optimizer, cfg):
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved = reader.read_metadata().state_dict_metadata
     if any(name.startswith("optimizer/") for name in saved):  # there is none if every step was skipped
-        # Called for its step at rate 0, which makes the tensors to load into.
+        # torch takes a step at rate 0 in it, which makes the tensors to load into.
         get_optimizer_state_dict(policy, optimizer)
     # Tensors in `extra` may come from a recipe that makes them later than this; "ema/<parameter>" is sharded like it.
     for key, meta in saved.items():
@@ -1485,17 +1486,17 @@ def main(argv):
             sender.connect()
         sync_weights(sender, policy, step, cfg)
     streak = 0
-    mark = time.perf_counter()
+    logged = time.perf_counter()
     while step < last:
-        # 3. The orchestrator's batch, or a saved one.
-        started = mark  # the time of the last step's checkpoint counts for this one
-        mark = time.perf_counter()
+        # 3. The orchestrator's batch, or a saved one. The time of the last step's checkpoint counts for this one.
+        began = logged
+        asked = time.perf_counter()
         if is_replay:
             batch = load_batch(files[step])
         else:
             batch = load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors", cfg, step)
-        metrics = batch.info.get("metrics", {}) | {"time/checkpoint_s": mark - started}
-        metrics["time/wait_batch_s"] = time.perf_counter() - mark
+        metrics = batch.info.get("metrics", {}) | {"time/checkpoint_s": asked - began}
+        metrics["time/wait_batch_s"] = time.perf_counter() - asked
         # 4. The optimizer steps.
         with servers_asleep(sender, cfg):
             numbers, logp_T = train_step(policy, optimizer, batch, step, cfg)
@@ -1507,9 +1508,9 @@ def main(argv):
         if not is_replay:
             metrics |= sync_weights(sender, policy, step, cfg, batch)
         if is_first:
-            metrics["time/step_s"] = time.perf_counter() - started
+            metrics["time/step_s"] = time.perf_counter() - began
             log_step(run_dir, step - 1, metrics, logp_T)
-        mark = time.perf_counter()
+        logged = time.perf_counter()
         is_due = cfg.checkpoint.every and step % cfg.checkpoint.every == 0
         if is_due or step == last:
             save_checkpoint(run_dir, step, policy, optimizer, cfg)
