@@ -29,7 +29,11 @@ from configs.serving.flags import server_flags
 
 ROOT = Path(__file__).parent
 WATCH = "tools/watch.py"  # optional
-AFTER_PORT = 'echo "run: vLLM and the trainer share a GPU"; until (: <"$0") 2>/dev/null; do sleep 0.5; done; exec "$@"'
+AFTER_PORTS = """
+echo "run: vLLM and the trainer share a GPU"
+for port in $0; do until (: </dev/tcp/127.0.0.1/$port) 2>/dev/null; do sleep 0.5; done; done
+exec "$@"
+"""
 COMMON = {  # of all roles, unless the launcher's own environment has another value
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",  # prints all stacks on SIGABRT
@@ -118,7 +122,7 @@ def plan(cfg, machine):
     # With setpriv a rank ends with its parent even while it imports torch.
     argv += ["--no-python", "setpriv", "--pdeathsig", "KILL", python, script, *args]
     if shares:  # vLLM first: it counts the free memory while it starts
-        argv = ["bash", "-c", AFTER_PORT, f"/dev/tcp/127.0.0.1/{ports[-1]}", *argv]
+        argv = ["bash", "-c", AFTER_PORTS, " ".join(map(str, ports)), *argv]
     roles.append(Role("trainer", argv, env | own))
     return roles
 

@@ -268,13 +268,19 @@ def test_a_model_is_downloaded_before_servers_start(tmp_path, monkeypatch):
 
 
 def test_a_shared_gpu(planned):
-    """The trainer waits for the last server's port, and weights go by gloo."""
+    """The trainer waits for all servers' ports, and weights go by gloo."""
     roles = planned("inference.gpus=2", gpus="01")
     assert flags(roles["inference"])["--gpu-memory-utilization"] == ["0.4"]
-    assert (
-        "run: vLLM and the trainer share a GPU" in roles["trainer"].argv[2]
-        and roles["trainer"].argv[3] == "/dev/tcp/127.0.0.1/20002"
-    )
+    argv = roles["trainer"].argv
+    assert "run: vLLM and the trainer share a GPU" in argv[2] and argv[3] == "20001 20002"
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.socket() as last:
+        last.bind(("127.0.0.1", 0))
+        ports = " ".join(str(s.getsockname()[1]) for s in (last, first))
+        with subprocess.Popen([*argv[:3], ports, "echo", "a b"], stdout=subprocess.PIPE, text=True) as waiting:
+            time.sleep(0.7)
+            assert waiting.poll() is None
+            last.listen()
+            assert waiting.communicate(timeout=20)[0].splitlines()[1:] == ["a b"]
     overrides = tomllib.loads(roles["trainer"].env["ROLEMODEL_OVERRIDES"])
     assert overrides["trainer"] == {"sync_backend": "gloo"}
     assert overrides["inference"]["urls"] == ["http://127.0.0.1:20001", "http://127.0.0.1:20002"]
