@@ -36,8 +36,9 @@ from env import DataError, Truncated, call, checked_score, ensure, finite, load_
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
-# The answer to one request. raw: what else the server sent, with finish_reason, stop_reason and usage. is_cut: it
-# ended at a limit of tokens. versions: live when it was asked, and when it had answered.
+FULL = ("maximum context length", "max_tokens must be at least 1")  # what vLLM answers to a prompt that is too long
+# The answer to one request. raw: the rest of the reply, with finish_reason, stop_reason and usage. is_cut: it ended at
+# a limit of tokens. versions: live when it was asked, and when it had answered.
 Reply = namedtuple("Reply", "message prompt_ids ids logps raw is_cut versions")
 
 
@@ -51,7 +52,7 @@ class ServerError(Exception):
 
 class Client:
     """vLLM behind its OpenAI endpoint, and the live version. Create it in a running event loop. openai's client would
-    cost more time for each rollout than all else here."""
+    take longer for each rollout than everything else here."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -69,12 +70,12 @@ class Client:
                 self.version = int(self.file.read_text())
             await asyncio.sleep(0.02)
 
-    async def post(self, group, path, body):
+    async def post(self, group, path, body, base_url=""):
         """Returns the reply as a dict. All requests of a group, here its index, go to one server, whose prefix cache
-        then has the prompt. A lost connection, 429 and 5xx are tried again three times. Raises Truncated if the context
-        is full."""
+        then has the prompt, or to the one at base_url. A lost connection, 429 and 5xx are tried again three times.
+        Raises Truncated if the context is full."""
         urls = self.cfg.inference.urls
-        url = urls[group % len(urls)] + path
+        url = (base_url.rstrip("/") or urls[group % len(urls)]) + path
         for pause in (0.5, 1, 2, None):
             try:
                 async with self.session.post(url, json=body) as reply:
@@ -85,7 +86,7 @@ class Client:
                 text = repr(e)
             if status == 200:
                 return json.loads(text)
-            if status == 400 and ("maximum context length" in text or "max_tokens must be at least 1" in text):
+            if status == 400 and any(words in text for words in FULL):
                 raise Truncated
             if not pause or (status != 429 and status < 500):
                 raise ServerError(status, f"{url} answered {status}: {text[:500]}")
@@ -413,7 +414,7 @@ class Order:
         scored = [r for r in rollouts if r.reward is not None]
         earned = set()
         for r in scored:
-            by_part = (*(r.turn_rewards or ()), *r.agent_rewards.values())
+            by_part = (*(r.turn_rewards or ()), *sorted(r.agent_rewards.items()))
             earned.add((r.reward, by_part, r.num_turns if by_turn else 0))
         is_flat = len(earned) == 1 and not has_weight(scored, ("ce", "teacher"))
         return "flat" if is_flat else ""

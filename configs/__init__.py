@@ -133,6 +133,8 @@ def resolve(given, path):
     flat["env.name"] = flat["env.name"] or flat["env.id"]
     check(flat)
     check_pairs(flat)
+    what = "env.args holds REDACTED, which stands for a secret: give it again, env.args.NAME=..."
+    require('"REDACTED"' not in json.dumps(flat["env.args"]), CONFIG, what)
     # What the launcher found out about this machine belongs to this start alone, not into config.toml.
     values = flat | flatten(tomllib.loads(os.environ.get("ROLEMODEL_OVERRIDES", "")))
     # Absolute once: user code may change the working directory.
@@ -265,7 +267,7 @@ def check_pairs(flat):
     together(lambda x, y: x < y, "orchestrator.generation_timeout", "below", "watchdog")
     # Each API server knows only the adapters that it has loaded itself.
     together(lambda x, y: not x or y in (None, 1), "trainer.use_lora", "false with", "inference.args.api_server_count")
-    # A key that would do nothing because of another one is refused, not ignored.
+    # Most keys that would do nothing because of another one are refused, not ignored.
     for key, other in {
         "orchestrator.sampling.top_p": "orchestrator.sampling.allow_biased_sampling",
         "orchestrator.sampling.top_k": "orchestrator.sampling.allow_biased_sampling",
@@ -288,6 +290,11 @@ def check_pairs(flat):
     }.items():
         together(lambda x, y: not (x and y), key, "left out with", other)
     together(lambda x, y: x == 1 or not y, "orchestrator.sampling.temperature", "1.0 with", "teacher.weight")
+    zeroed = "orchestrator.zero_truncated_completions"
+    together(lambda x, y: not x or y != "advantages:gdpo", zeroed, "false with", "trainer.advantage")
+    is_seen = flat["orchestrator.order"] or flat["trainer.advantage"] not in ("advantages:gdpo", "advantages:brief")
+    remedy = "it learns from groups of equal rewards, too, which are dropped: set orchestrator.order = orders:ByParts"
+    require(is_seen, CONFIG, f"key 'trainer.advantage' = {flat['trainer.advantage']!r}: {remedy}")
     has_base = flat["trainer.use_lora"] and flat["trainer.dtype"] != "fp32" and not flat["teacher.base_url"]
     must = "false unless LoRA in 16 bits, with"
     together(lambda x, _: has_base or not x, "teacher.frozen", must, "trainer.dtype")

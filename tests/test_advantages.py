@@ -8,9 +8,9 @@ import pytest
 from conftest import all_batches
 
 import trainer
-from configs.algorithms.orders import RunningBaseline
+from configs.algorithms.orders import ByParts, RunningBaseline
 from configs.runtime.role import RunError
-from orchestrator import Rollout
+from orchestrator import Order, Rollout
 
 
 def group_of(*rewards, agent="", **metrics):
@@ -61,6 +61,37 @@ def test_brief_takes_from_long_successes_where_the_task_is_solved():
     assert found("brief", group)[0] == pytest.approx(list(rewards - rewards.mean()))
     unsolved = group_of(0.0, 0.0, num_tokens=[50, 100])
     assert found("brief", unsolved) == [[0.0, 0.0]]
+
+
+def test_groups_of_equal_rewards_in_which_an_advantage_sees_more_are_kept(make_cfg):
+    def keep(advantage, *rollouts):
+        cfg = make_cfg(f"trainer.advantage=advantages:{advantage}", "orchestrator.order=orders:ByParts")
+        return ByParts([{}], cfg).keep(list(rollouts))
+
+    def one(reward, num_tokens=5, **metrics):
+        return Rollout({}, [], reward=reward, num_tokens=num_tokens, metrics=metrics)
+
+    assert keep("gdpo", one(1.0, a=1.0, b=0.0), one(1.0, a=0.0, b=1.0)) == ""
+    assert keep("gdpo", one(1.0, a=1.0, b=0.0), one(1.0, 9, a=1.0, b=0.0)) == "flat"
+    assert keep("brief", one(1.0, 5), one(1.0, 9)) == "" and keep("brief", one(1.0, 5), one(1.0, 5)) == "flat"
+    assert keep("brief", one(0.0, 5), one(0.0, 9)) == "flat"
+
+
+@pytest.mark.parametrize("more, message", [
+    (["trainer.advantage=advantages:brief"], "learns from groups of equal rewards.*orders:ByParts"),
+    (["trainer.advantage=advantages:gdpo", "orchestrator.order=orders:ByParts",
+      "orchestrator.zero_truncated_completions=true"], "zero_truncated.*must be false with trainer.advantage"),
+])  # fmt: skip
+def test_what_an_advantage_would_not_see_is_refused(more, message, make_cfg):
+    with pytest.raises(RunError, match=message):
+        make_cfg(*more)
+
+
+def test_agents_that_swap_their_rewards_make_no_flat_group(make_cfg):
+    rewards = ({"a": 1.0, "b": 0.0}, {"b": 1.0, "a": 0.0})  # in the order of a dict, by winner
+    group = [Rollout({}, [], reward=0.5, agent_rewards=found) for found in rewards]
+    assert Order([{}], make_cfg()).keep(group) == ""
+    assert Order([{}], make_cfg()).keep([group[0], group[0]]) == "flat"
 
 
 def rollout(reward, *agents, **agent_rewards):

@@ -527,6 +527,23 @@ def test_a_slow_stream_shows_life_and_reports_what_fails_later(monkeypatch, is_f
     assert ('"server_error"' in text[0]) == is_failing
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_that_cannot_be_converted_loses_the_rollout(monkeypatch, is_streamed):
+    def breaks(reply, body):
+        yield from ()
+        raise KeyError("usage")
+
+    monkeypatch.setattr(endpoint.Chat, "events", breaks)
+    monkeypatch.setattr(endpoint.Chat, "from_chat", lambda reply, body: list(breaks(reply, body)))
+
+    async def agent(base_url, prompt):
+        async with httpx.AsyncClient(trust_env=False) as http:
+            await http.post(f"{base_url}/chat/completions", json={"messages": prompt, "stream": is_streamed})
+
+    with pytest.raises(Exception, match="KeyError: 'usage'"):
+        play(agent, Policy({"content": "a"}))
+
+
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
 
 

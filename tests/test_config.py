@@ -422,9 +422,11 @@ def test_what_is_resolved_is_the_same_configuration_without_secrets(tmp_path):
         'env.args."\u00fc"=[1, true]',
     )
     text = configs.to_toml(first)
-    again = load(tmp_path, text)
-    judge = {"hf_token": "REDACTED", "max_tokens": 5, "end_token": 7}
-    kept = {"api_key": "REDACTED", "judge": judge, "judges": [{"name": "a", "api_key": "REDACTED"}]}
+    with pytest.raises(RunError, match="env.args holds REDACTED, which stands for a secret: give it again"):
+        load(tmp_path, text)
+    again = load(tmp_path, text.replace("REDACTED", "sk-4"))
+    judge = {"hf_token": "sk-4", "max_tokens": 5, "end_token": 7}
+    kept = {"api_key": "sk-4", "judge": judge, "judges": [{"name": "a", "api_key": "sk-4"}]}
     assert again.env == [first.env[0]._replace(args=first.env[0].args | kept)]
     assert not re.search("sk-1|hf-2|sk-3", text)
     for table in ("run", "inference", "orchestrator", "sampling", "eval", "trainer", "checkpoint"):

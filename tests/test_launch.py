@@ -326,7 +326,7 @@ def test_vllms_flags_without_a_gpu(planned):
     role = planned("inference.gpus=2")["inference1"]
     found = flags(role)
     assert role.argv[:3] == [sys.executable, "-m", "configs.serving.server"]
-    assert "--enforce-eager" in found and "--no-enable-chunked-prefill" in found
+    assert "--enforce-eager" in found
     assert found["--worker-extension-cls"] == ["configs.serving.cpu_receiver.WeightReceiver"]
     assert found["--distributed-executor-backend"][0].endswith("UniProcExecutor")
     two = planned("inference.gpus=2", "inference.args.tensor_parallel_size=2")

@@ -59,7 +59,9 @@ def made_run(tmp_path, models):
     sequences = []
     for i, s in enumerate(make_sequences(4, group=4)):
         agent = {"agent": "critic" if i == 2 else "", "trainable": i != 2}
-        sequences.append(s | {"env": "task", "rollout": min(i, 1), "reward": float(i > 0)} | agent)
+        routes = np.zeros((len(s["tokens"]), 2, 2), np.int16)  # of experts: more than a number per token
+        about = {"env": "task", "rollout": min(i, 1), "reward": float(i > 0), "routes": routes}
+        sequences.append(s | about | agent)
     save_batch(run / "batches" / "step_000000.safetensors", sequences, {})
     logp = np.concatenate([np.array(s["old_logp"]) + 0.5 * np.array(s["mask"]) for s in sequences])
     save_file({"logp": logp.astype(np.float32)}, run / "batches" / "logp_000000.safetensors")
@@ -163,7 +165,10 @@ def test_a_trace_has_the_numbers_of_the_batch(made_run, capsys, loss, clips, pus
     assert len(tokens) > 20 and "no such token is saved" in capsys.readouterr().out
     show.main([str(made_run), "--trace", "0", "7", "0"])
     text = capsys.readouterr().out
-    assert "trainer.compute_advantages, reward 0 - mean 0.5 of the group" in text and "of its group: 0 1" in text
+    assert (
+        "trainer.compute_advantages, reward 0 - mean 0.5 of the group" in text
+        and "of its group: 0 1; critic 1\n" in text
+    )
     assert "not the policy's, not trained" in text and "pushed down" in text and "pushed up" not in text
     assert ("push -0.82436" in text) is ("gspo" not in loss)  # gspo divides by the length of a sequence
 

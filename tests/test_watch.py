@@ -318,6 +318,36 @@ def test_a_batch_is_reported_when_it_is_complete(tmp_path):
     assert [(step, len(of)) for step, of in batches.new(True)] == [(2, 2)]
 
 
+def test_a_step_that_is_trained_again_keeps_what_its_rollouts_say(tmp_path):
+    """Watch may look before the trainer has cut metrics.jsonl; rollouts.jsonl is not written again."""
+    run = write_steps(tmp_path, range(3))
+    watching = watch.Watch(run, "", True)
+    watching.look(True)
+    known = [line for line in lines(run / "watch.jsonl") if line["step"] == 2][-1]
+    assert "rollout/distinct" in known
+    again = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][2]
+    watching.add_step(again | {"time": again["time"] + 100})
+    assert lines(run / "watch.jsonl")[-1] == known | {"time": again["time"] + 100}
+
+
+def test_a_gain_counts_from_the_first_evaluation(tmp_path, capsys):
+    """eval.every may be set when a run is resumed."""
+    watching = watch.Watch(write_steps(tmp_path, range(3)), "", True)
+    for step, reward in ((50, 0.2), (60, 0.3)):
+        watching.add_evaluation({"step": step, "env": "e", "reward/mean": reward, "rows": [reward, reward + 0.1]})
+    assert watching.gains == {"e": "e: reward 0.300, gain +0.100 +- 0.000 in 10 steps"}
+    assert capsys.readouterr().out.count("eval ") == 1
+
+
+@pytest.mark.parametrize("name, file", [("run", "done"), ("run-replay-cispo", "final")])
+def test_when_a_run_is_finished(name, file, tmp_path):
+    """The launcher writes `done`, and a replay has none."""
+    (tmp_path / name).mkdir()
+    assert not show.is_finished(tmp_path / name)
+    (tmp_path / name / file).touch()
+    assert show.is_finished(tmp_path / name)
+
+
 def start_watch(run):
     command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -296,7 +296,7 @@ def what_servers_did(seconds, before, after):
         return counted(name, after) - counted(name, before)
 
     latency = since("e2e_request_latency_seconds_sum")
-    if not latency:
+    if latency <= 0:  # nothing is known, or the servers no longer answer
         return "", 0.0
     queue = since("request_queue_time_seconds_sum") / latency
     rate = since("generation_tokens_total") / seconds

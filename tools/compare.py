@@ -37,7 +37,7 @@ from configs.runtime.directory import values_in
 from configs.runtime.machine import look_around
 from configs.runtime.role import CONFIG, DATA, DIED, NUMERICS, RunError, require, run_role
 from tools.comparison import Result, draw, report
-from tools.show import ROOT, Lines, half_width
+from tools.show import ROOT, Lines, half_width, is_finished
 from trainer import check_hooks
 
 Arm = namedtuple("Arm", "name overrides cfg")
@@ -311,13 +311,15 @@ def lock(out):
 
 
 def by_round(evals, num_envs):
-    """Returns [the lines of an evaluation, one for each environment], in order. The last one is left out if the run
-    ended before it had all of them. Environments are evaluated one after the other, and the later ones perhaps at the
-    next version: their steps may differ."""
-    by_env = {}
-    for line in sorted(evals, key=lambda line: line["step"]):
-        by_env.setdefault(line["env"], []).append(line)
-    return list(zip(*by_env.values())) if len(by_env) == num_envs else []
+    """Returns [the lines of an evaluation, one for each environment], in order. One that lacks an environment is left
+    out, e.g. the last one of a run that ended. Environments are evaluated one after the other, and the later ones
+    perhaps at the next version: their steps may differ, not the version at which they were due."""
+    rounds = {}
+    for line in evals:
+        due = line.get("due", line["step"])  # former versions did not say it
+        rounds.setdefault(due, {})[line["env"]] = line
+    complete = [rounds[due] for due in sorted(rounds) if len(rounds[due]) == num_envs]
+    return [[found[env] for env in sorted(found)] for found in complete]
 
 
 def evaluation_curve(rounds):
@@ -421,7 +423,7 @@ def read_results(runs, threshold):
         line = {"arm": run.arm, "seed": run.seed, "overrides": run.overrides}
         line["differs"] = {key: run.config.get(key) for key in differing}
         line |= {key: record.get(key) for key in ("exit", "cause", "commit", "versions")}
-        if line["exit"] is None and (run.path / "done").exists():  # a run without compare.py
+        if line["exit"] is None and is_finished(run.path):  # a run without compare.py
             line["exit"] = 0
         line["ended"] = bool(line["exit"])
         results.append(Result(line | found, points))
@@ -469,7 +471,11 @@ def study(args, out, arms):
     what = f"--jobs {jobs}: there are {len(machine.gpus)} GPUs, and runs at once do not share one"
     require(jobs == 1 or not machine.gpus or jobs <= len(machine.gpus), CONFIG, what)
     is_fixed = any(arm.cfg.inference.port or arm.cfg.inference.urls for arm in arms)
-    require(jobs == 1 or not is_fixed, CONFIG, "inference.port and inference.urls: runs at once need their own servers")
+    require(
+        jobs == 1 or args.replay or not is_fixed,
+        CONFIG,
+        "inference.port and inference.urls: runs at once need their own servers",
+    )
     print(f"[compare] {len(runs)} runs, {len(runs) - len(waiting)} of them finished, {jobs} at once: {out}", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)

@@ -28,9 +28,9 @@ from configs.environments.judge import http_client
 from configs.models.demonstrations import as_demonstration, stop_ids, tokenize_conversation, tokenize_text
 from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import CONFIG, DATA, RunError, require, run_role
-from env import load_environment, load_rows
-from orchestrator import Reply, means, run_group, save_batch, stop_string, to_json
-from tools.advice import is_hopeless, lost_in_evaluation
+from env import Truncated, load_environment, load_rows
+from orchestrator import FULL, Reply, means, run_group, save_batch, stop_string, to_json
+from tools.advice import is_hopeless, lost_in_evaluation, share_solved
 from tools.plot import wilson
 from tools.show import eval_statistics, from_root, with_interval
 
@@ -49,7 +49,7 @@ def parse_arguments(argv):
     what.add_argument("--demonstrations", type=Path, metavar="FILE", help="JSON Lines to imitate -> batch files")
     parser.add_argument("--base-url", help="default: OPENAI_BASE_URL, or the server of the configuration")
     parser.add_argument("--model", help="default: the first that the server lists")
-    parser.add_argument("--n", type=int, help="examples; default: eval.num_examples, or all")
+    parser.add_argument("--n", type=int, help="with --eval: examples; default: eval.num_examples, or all")
     parser.add_argument("--rollouts-per-example", type=int, help="k; default: eval's, or with --generate training's")
     parser.add_argument("--out", type=Path, help="with --eval: write the rollouts as JSON Lines")
     parser.add_argument("--min-reward", type=float, default=-math.inf, help="leave out lines with a lower reward")
@@ -105,8 +105,17 @@ def message_of(reply):
 def make_ask(client, model, sampling):
     """Returns what run_group calls in place of orchestrator.sample. Its requests have nothing that only vLLM knows, so
     replies come without token ids."""
+    import openai
 
-    async def ask(prompt, tools=None, user="", own=()):
+    async def ask(*args, **kwargs):
+        try:
+            return await send(*args, **kwargs)
+        except openai.BadRequestError as e:
+            if any(words in str(e) for words in FULL):
+                raise Truncated from e
+            raise
+
+    async def send(prompt, tools=None, user="", own=()):
         options = sampling | dict(own)
         if "max_tokens" in own:
             options["max_tokens"] = min(sampling["max_tokens"], options["max_tokens"])
@@ -221,15 +230,6 @@ def pass_at(k, groups):
     return mean, len(chances)
 
 
-def mean_with_lost_as_zero(groups):
-    """The mean over the examples of their rollouts' mean reward, in which a lost rollout has 0."""
-    means = []
-    for group in groups:
-        rewards = [r.reward or 0.0 for r in group]
-        means.append(sum(rewards) / len(rewards))
-    return sum(means) / len(means)
-
-
 def print_report(name, groups, k, seconds):
     rollouts = sum(groups, [])
     errors = Counter(r.error for r in rollouts if r.error)
@@ -240,10 +240,10 @@ def print_report(name, groups, k, seconds):
             scored.append(rewards)
     require(scored, DATA, f"{name}: every rollout failed: {dict(errors)}")
     metrics = eval_metrics(groups)
+    as_zero = metrics["reward/lost_as_0"]
     value = with_interval(metrics["reward/mean"], eval_statistics(metrics["rows"])["ci95"])
     print(f"  avg@{k} {value} (95 %, over {len(scored)} examples)")
     num_lost = sum(r.reward is None for r in rollouts)
-    as_zero = mean_with_lost_as_zero(groups)
     if num_lost:
         print(f"  avg@{k} {as_zero:.3f} with {num_lost} lost rollouts as 0 (over {len(groups)} examples)")
     powers = {2**i for i in range(k.bit_length())}
@@ -277,7 +277,7 @@ def advise(scored, metrics, k):
         return f"too hard: the best of {num} rewards is {best:.3g}, and those of an example hardly differ. {EASIER}"
     if num >= 10 and metrics["pass@k"] == 0:
         return f"too hard, if a reward of 1 can be reached: none in {num} attempts, the best is {best:.3g}."
-    if metrics["reward/mean"] >= 0.8:
+    if share_solved(sum(scored, [])) >= 0.8:
         return "too easy: above 0.8 little is left to learn. Take harder rows."
     if k > 1:
         return f"{varied:.0%} of the examples have rewards that differ; only these teach."

@@ -35,7 +35,7 @@ SOURCES = {  # of a token's numbers; other fields are the environment's
     "old_logp": "orchestrator.sample, the sampler's log-probability",
     "logp": "trainer.train_step, the trainer's log-probability in its first pass (batches/logp_N.safetensors)",
     "ratio": "trainer.log_ratio, exp(logp - old_logp)",
-    "kl": "trainer.k3, exp(x) - 1 - x of x = logp - old_logp; a metric, no part of the loss",
+    "kl": "trainer.k3, exp(x) - 1 - x of x = logp - old_logp; a metric (there x is at most 5), no part of the loss",
     "adv": "trainer.add_advantages",
     "clipped": "the loss",
     "push": "trainer.compute_loss, the weight of logp's gradient (above 0 it rises), before the mean over loss tokens",
@@ -90,6 +90,16 @@ def run_with(*files):
         return run
 
     return find
+
+
+def is_replay(run):
+    """Whether trainer.py --replay has made a run's directory."""
+    return "-replay-" in run.name
+
+
+def is_finished(run):
+    """Whether a run has all of its steps. The launcher writes `done`; replays have none."""
+    return (run / ("final" if is_replay(run) else "done")).exists()
 
 
 def from_root(path):
@@ -252,7 +262,8 @@ def token_columns(s):
 
     import trainer
 
-    table = {"id": s["tokens"]} | {name: x for name, x in s.items() if torch.is_tensor(x)}
+    table = {"id": s["tokens"]}
+    table |= {name: x for name, x in s.items() if torch.is_tensor(x) and x.dim() == 1}  # not the experts of a token
     del table["tokens"], table["at"]
     is_said = s["mask"] != 0
     known = {"adv": is_said, "clipped": is_said, "teacher_logp": s["teacher"] != 0}
@@ -286,8 +297,13 @@ def trace(run, line, tokenizer, token):
     where that comes from."""
     rollouts = read_batch(run, line["step"])
     key = rollout_key(line)
-    group = [sequences[0]["reward"] for other, sequences in sorted(rollouts.items()) if other[:2] == key[:2]]
-    rewards = " ".join(f"{reward:.4g}" for reward in group if reward is not None)
+    rewards = {}  # {agent: of each rollout of the group}
+    for other, sequences in sorted(rollouts.items()):
+        if other[:2] == key[:2]:
+            for agent, reward in {s["agent"]: s["reward"] for s in sequences}.items():
+                if reward is not None:
+                    rewards.setdefault(agent, []).append(f"{reward:.4g}")
+    group = "; ".join(" ".join([agent, *found]).strip() for agent, found in rewards.items())
     tokens = ""
     numbers = itertools.count()
     for s in rollouts.get(key, ()):
@@ -301,7 +317,7 @@ def trace(run, line, tokenizer, token):
                     tokens += explained(s, columns, at)
     if not tokens:
         return "no such token is saved: batch files have the groups that were trained on\n"
-    return f"{run}, sampled by version {line['version']}, rewards of its group: {rewards}\n{tokens}"
+    return f"{run}, sampled by version {line['version']}, rewards of its group: {group}\n{tokens}"
 
 
 def explained(s, columns, at):
@@ -420,7 +436,7 @@ def open_in_tui(run, lines):
 def load_tokenizer(run):
     import transformers
 
-    model = tomllib.loads((run / "config.toml").read_text())["model"]
+    model = os.path.expanduser(tomllib.loads((run / "config.toml").read_text())["model"])
     local = ROOT / model  # launch.sh runs in ROOT, so a relative path begins there
     return transformers.AutoTokenizer.from_pretrained(local if local.is_dir() else model)
 

@@ -39,6 +39,8 @@ from tools.show import (
     as_messages,
     eval_statistics,
     from_root,
+    is_finished,
+    is_replay,
     printable,
     run_with,
     summary,
@@ -106,7 +108,7 @@ def kl_by_staleness(run, step):
     is_trained = [s.get("trainable", True) for s in sequences]
     mask_T = mask_T & np.repeat(is_trained, lens)
     staleness_N = np.repeat(staleness, lens)[mask_T]
-    log_r_N = (logp_T - old_logp_T)[mask_T].astype(np.float64).clip(max=5)  # as trainer.distance_from_sampler
+    log_r_N = (logp_T - old_logp_T)[mask_T].astype(np.float64).clip(-20, 5)  # as trainer.distance_from_sampler
     kl_N = np.exp(log_r_N) - 1 - log_r_N
     numbers = {}
     for versions in sorted(set(staleness_N.tolist())):
@@ -211,7 +213,7 @@ def serving_flags(final, config):
     if adapter.exists():
         rank = json.loads(adapter.read_text())["r"]
         options["lora_modules"] = f"final={name}"
-        options["model"] = config["model"]
+        options["model"] = os.path.expanduser(config["model"])
         options["enable_lora"] = True
         options["max_lora_rank"] = max(8, 1 << (rank - 1).bit_length())  # vLLM takes powers of two up to 512
         name = "final"
@@ -252,7 +254,7 @@ class Watch:
         self.added = self.read_own()  # {step: its line in watch.jsonl}
         before = [line["step"] for line in Lines(run / "metrics.jsonl").new()] if is_live else []
         self.first = max(before, default=-1) + 1
-        self.first_rows = {}  # of each environment's first evaluation
+        self.first_rows = {}  # {environment: step and rows of its first evaluation}
         self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
         self.window = deque(maxlen=WINDOW)
         self.warned = {}
@@ -315,14 +317,14 @@ class Watch:
         step = line["step"]
         numbers = self.numbers.pop(step, {})
         if self.added.get(step, {}).get("time") != line["time"]:  # new, or trained again
-            added = {"step": step, "time": line["time"]} | kl_by_staleness(self.run, step) | numbers
+            known = self.added.get(step, {})  # rollouts.jsonl is not written again for a step that is trained again
+            added = known | {"step": step, "time": line["time"]} | kl_by_staleness(self.run, step) | numbers
             self.added[step] = added
             with open(self.run / "watch.jsonl", "a") as file:
                 file.write(json.dumps(added) + "\n")
         line = self.added[step] | line
         self.track("add_metrics", line)
-        is_replay = line.get("time/sync_s") is None  # it moves away from the sampler, and waits for nobody
-        if step < self.first or is_replay:
+        if step < self.first or is_replay(self.run):  # which moves away from the sampler, and waits for nobody
             return
         for part in ("step", "train", "wait_batch", "sync", "checkpoint"):
             self.seconds[part] += line.get(f"time/{part}_s") or 0
@@ -338,18 +340,18 @@ class Watch:
         """Adds to an evaluation what its rows say: the reward's interval, and the gain over the first evaluation."""
         env = line["env"]
         step = line["step"]
-        first = self.first_rows.setdefault(env, line["rows"])
-        found = eval_statistics(line["rows"], first)
+        first_step, first_rows = self.first_rows.setdefault(env, (step, line["rows"]))
+        found = eval_statistics(line["rows"], first_rows)
         self.track("add_evaluation", line | found)
         if step >= self.first:
             self.warn_of_lost(line)
-        if step == 0:
+        if step == first_step:
             return
         reward = line["reward/mean"]
         gain = ""
         if found["gain"] is not None:  # there are two rows or more
             gain = f", gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
-        self.gains[env] = f"{env}: reward {reward:.3f}{gain} in {step} steps"
+        self.gains[env] = f"{env}: reward {reward:.3f}{gain} in {step - first_step} steps"
         if step > self.first and gain:
             say(f"eval {step} | {env}: reward {with_interval(reward, found['ci95'])}{gain}")
 
@@ -438,7 +440,7 @@ class Watch:
 
     def begin(self):
         config = self.config
-        if "orchestrator" not in config:  # a replay
+        if "orchestrator" not in config or is_replay(self.run):
             return
         every = config["eval"]["every"]
         evaluated = f"evaluated every {every} steps" if every else "never evaluated"
@@ -475,12 +477,12 @@ def main(argv):
     stop = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):  # the launcher aborts roles of a run that hangs
         signal.signal(number, lambda *_: stop.append(True))
-    is_live = not (args.once or (args.run / "done").exists())
+    is_live = not (args.once or is_finished(args.run))
     watch = Watch(args.run, args.tracker, is_live)
     watch.begin()
     is_last = False
     while not is_last:
-        is_last = args.once or bool(stop) or (args.run / "done").exists()
+        is_last = args.once or bool(stop) or is_finished(args.run)
         watch.look(is_last)
         time.sleep(0 if is_last else 1)
     watch.end()

@@ -22,7 +22,8 @@ def maxrl(rewards_G, group):
 def gdpo(rewards_G, group):
     """The weighted sum of (r - mean) / std over the reward functions, each normalized by itself, so that one with a
     wide range does not drown another; then normalized over the batch (GDPO, 2601.05242). The weights are those that the
-    rubric puts into state["reward_weights"], as env.Rubric does. Raises RunError if there are none."""
+    rubric puts into state["reward_weights"], as env.Rubric does. Raises RunError if there are none. With
+    orchestrator.order = "orders:ByParts", which keeps groups of equal sums."""
     weights = group[0].get("reward_weights")
     what = "trainer.advantage = 'advantages:gdpo' needs state['reward_weights'] = {function: weight}, from the rubric"
     require(weights, CONFIG, what)
@@ -39,7 +40,7 @@ gdpo.over_batch = True  # compute_advantages divides by the batch's standard dev
 def brief(rewards_G, group):
     """r - mean, after rewards above 0 have lost up to a quarter, in proportion to their tokens and to the group's
     share of successes: a length penalty only where the task is solved (prime-rl's length_penalty = "linear"). For
-    rewards of 0 and 1."""
+    rewards of 0 and 1, with orchestrator.order = "orders:ByParts", which keeps groups that are solved throughout."""
     tokens_G = torch.tensor([rollout["num_tokens"] for rollout in group], dtype=torch.float64)
     is_success_G = rewards_G > 0
     share = is_success_G.double().mean()

@@ -22,7 +22,7 @@ import numpy as np
 
 from configs import find, served_name
 from configs.runtime.role import CONFIG, DIED, RunError, require
-from env import call, ensure
+from env import Truncated, call, ensure
 from orchestrator import ServerError, guard
 
 SAMPLE = "Hello, wörld! def f(x):\n    return 2 * x  # 数学, 1234567 <think>"
@@ -38,7 +38,7 @@ def check(cfg, tokenizer):
             names = [model["id"] for model in http.get("/v1/models").json()["data"]]
             body = {"model": t.model or names[0], "prompt": SAMPLE, "add_special_tokens": False}
             reply = http.post("/tokenize", json=body).json()
-    except (httpx.TransportError, ValueError, KeyError) as e:
+    except (httpx.TransportError, ValueError, LookupError) as e:
         raise RunError(DIED, f"teacher.base_url = {t.base_url!r}: no vLLM answers there: {e!r}") from e
     require(not t.model or t.model in names, CONFIG, f"teacher.model = {t.model!r}: the teacher has only {names}")
     no_ids = f"teacher.base_url = {t.base_url!r}: its /tokenize answered {str(reply)[:200]}: no vLLM, or another model?"
@@ -98,15 +98,11 @@ async def log_probabilities(client, group, ids):
 async def post(client, group, path, body):
     """The reply of the teacher, here or elsewhere, to a request."""
     t = client.cfg.teacher
-    urls = client.cfg.inference.urls
-    url = t.base_url.rstrip("/") or urls[group % len(urls)]
     name = t.model
     if not t.base_url:
         name = served_name(client.cfg, None if t.frozen else client.version)
     body = {"model": name} | body if name else body
-    async with client.session.post(url + path, json=body) as reply:
-        if reply.status != 200:
-            raise ServerError(
-                reply.status, f"teacher: {url}{path} answered {reply.status}: {(await reply.text())[:500]}"
-            )
-        return await reply.json()
+    try:
+        return await client.post(group, path, body, t.base_url)
+    except Truncated:
+        raise ServerError(400, f"teacher: {path} answered that the prompt is too long") from None

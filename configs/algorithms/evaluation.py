@@ -34,9 +34,11 @@ async def evaluate(due, envs, client):
             groups = await roll_out(env, client)
             numbered = [Group(name, i, i, rollouts, "") for i, rollouts in enumerate(groups)]
             metrics = eval_metrics(groups) | {"seconds": time.time() - began}
-            reason = groups[0][0].error or "the prompts are too long"
+            errors = [r.error for r in itertools.chain(*groups) if r.error]
+            reason = errors[0] if errors else "the prompts are too long"
             require(metrics["n"], DATA, f"evaluation of {name} at version {version}, all is lost: {reason}")
-            line = {"step": version, "version_first": version, "version_last": client.version, "env": name} | metrics
+            line = {"step": version, "due": due, "version_first": version, "version_last": client.version}
+            line |= {"env": name} | metrics
             with open(path, "a") as file:
                 file.write(json.dumps(line) + "\n")
             if cfg.eval.keep_rollouts:

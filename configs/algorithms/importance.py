@@ -2,21 +2,22 @@
 
 pi / mu, the ratio of policy and sampler, is pi / prox times prox / mu, where prox is the policy before the batch's
 first update. With trainer.importance the loss gets pi / prox as its ratio, and each of its tokens is weighted by
-prox / mu, truncated or masked as below. So the distance between trainer and sampler, and the age of the
-rollouts, do not use up the clip range (decoupled PPO, 2505.24298; TRL does the same). The last two only keep or drop,
-and do not weight by prox / mu. Without trainer.importance the ratio is pi / mu.
+prox / mu, truncated or masked as below; the last two give 0 or 1 instead. So the distance between trainer and sampler,
+and the age of the rollouts, do not use up the clip range (decoupled PPO, 2505.24298; TRL does the same). Without
+trainer.importance the ratio is pi / mu.
 
 A weight is a function of micro (fields as for a loss; old_logp_N is the sampler's, prox_logp_N that of prox) and of
 logp_N, without gradient; trainer.importance_args are its keyword arguments. It returns a weight per token."""
 
 import torch
 
-from configs.algorithms.losses import log_ratio, over_sequences
+from configs.algorithms.losses import over_sequences
+from trainer import log_ratio
 
 
 def prox_log_ratio(micro):
     """log(prox / mu)"""
-    return log_ratio(micro["prox_logp_N"], micro["old_logp_N"])
+    return log_ratio(micro, micro["prox_logp_N"])
 
 
 def sequence_ratio(micro):
@@ -62,5 +63,5 @@ def geometric_mask(micro, logp_N, low=0.99, high=1.01):
 def off_policy_mask(micro, logp_N, high=0.5):
     """0 if A < 0 and the mean of log(mu / pi) over the sequence is above high, otherwise 1: a bad sequence that the
     policy would hardly draw any more is left alone (DeepSeek-V3.2, 2512.02556; the default is TRL's)."""
-    sum_N, len_N = over_sequences(micro, -log_ratio(logp_N, micro["old_logp_N"]))
+    sum_N, len_N = over_sequences(micro, -log_ratio(micro, logp_N))
     return ((micro["adv_N"] >= 0) | (sum_N / len_N <= high)).to(logp_N)

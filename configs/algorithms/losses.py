@@ -13,10 +13,7 @@ import zlib
 
 import torch
 
-
-def log_ratio(logp_N, old_logp_N):
-    """Cut before exp: inf would meet advantages of 0."""
-    return (logp_N - old_logp_N).clamp(-20, 20)
+from trainer import log_ratio
 
 
 def over_sequences(micro, x_N):
@@ -31,7 +28,7 @@ def over_sequences(micro, x_N):
 def gspo(micro, logp_N, entropy_N, epsilon=3e-4, epsilon_high=4e-4):
     """-min(s A, clip(s, 1 - epsilon, 1 + epsilon_high) A), a mean over sequences, with one ratio for a whole sequence:
     s = exp(mean of log r over it) (GSPO, 2507.18071)."""
-    sum_N, len_N = over_sequences(micro, log_ratio(logp_N, micro["old_logp_N"]))
+    sum_N, len_N = over_sequences(micro, log_ratio(micro, logp_N))
     s_N = (sum_N / len_N).exp()
     clipped_N = s_N.clamp(1 - epsilon, 1 + epsilon_high) * micro["adv_N"]
     is_clipped_N = clipped_N < s_N * micro["adv_N"]
@@ -43,7 +40,7 @@ def dppo(micro, logp_N, entropy_N, dppo_mask=0.2, dppo_kl=1e-3):
     """-M r A + dppo_kl (log r)^2, with M = 0 for a token whose probability has moved along A by more than dppo_mask
     (DPPO with binary total variation, 2602.04879; the quadratic term as in prime-rl)."""
     adv_N = micro["adv_N"]
-    log_r_N = log_ratio(logp_N, micro["old_logp_N"])
+    log_r_N = log_ratio(micro, logp_N)
     moved_N = (logp_N.exp() - micro["old_logp_N"].exp()).detach()
     is_masked_N = (adv_N * moved_N > 0) & (moved_N.abs() > dppo_mask)
     policy_N = torch.where(is_masked_N, 0, log_r_N.exp() * adv_N)
@@ -53,7 +50,7 @@ def dppo(micro, logp_N, entropy_N, dppo_mask=0.2, dppo_kl=1e-3):
 def icepop(micro, logp_N, entropy_N, icepop_low=0.5, ratio_cap=5.0):
     """-sg(r) A logp for icepop_low <= r <= ratio_cap, otherwise 0: tokens on which trainer and sampler disagree are
     left out (IcePop, 2510.18855)."""
-    r_N = log_ratio(logp_N, micro["old_logp_N"]).exp().detach()
+    r_N = log_ratio(micro, logp_N).exp().detach()
     is_masked_N = (r_N < icepop_low) | (r_N > ratio_cap)
     loss_N = -torch.where(is_masked_N, 0, r_N * micro["adv_N"] * logp_N)
     return loss_N, {"policy/clip_frac": is_masked_N}
@@ -61,7 +58,7 @@ def icepop(micro, logp_N, entropy_N, icepop_low=0.5, ratio_cap=5.0):
 
 def sapo(micro, logp_N, entropy_N, tau_pos=1.0, tau_neg=1.05):
     """-4 / tau sigmoid(tau (r - 1)) A: a soft clip in place of a hard one, tighter where A < 0 (2511.20347)."""
-    r_N = log_ratio(logp_N, micro["old_logp_N"]).exp()
+    r_N = log_ratio(micro, logp_N).exp()
     tau_N = torch.where(micro["adv_N"] > 0, tau_pos, tau_neg)
     gate_N = torch.sigmoid(tau_N * (r_N - 1)) * 4 / tau_N
     return -gate_N * micro["adv_N"], {"policy/gate": gate_N}

@@ -1,5 +1,5 @@
-"""Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum" or "orders:Difficulty"; and
-`oversample`, which fills a batch if orchestrator.oversampling_factor is above 1.
+"""Orders of rows beyond the core's plain shuffle: orchestrator.order = "orders:Curriculum", "orders:Difficulty", ...
+And `oversample`, which fills a batch if orchestrator.oversampling_factor is above 1.
 
 An order may skip indices of the shuffle, nothing else, so a run that is resumed takes the same rows: write is_wanted
 in a subclass of Picky. What it knows of rows goes into self.memory, which every batch carries to the next start."""
@@ -125,6 +125,22 @@ class RunningBaseline(Order):
                     self.memory[agent] = baseline + 0.05 * (reward - baseline)
 
 
+class ByParts(Order):
+    """The shuffle, for trainer.advantage = "advantages:gdpo" or "advantages:brief", which see more than the reward:
+    a group of equal rewards is dropped only if what they see is equal as well. That is the value of each function, or
+    the number of tokens of a success."""
+
+    def keep(self, rollouts):
+        reason = super().keep(rollouts)
+        is_brief = self.cfg.trainer.advantage == "advantages:brief"
+        seen = set()
+        for r in rollouts:
+            if r.reward is not None:
+                length = r.num_tokens if r.reward > 0 else 0
+                seen.add(length if is_brief else tuple(sorted(r.metrics.items())))
+        return "" if reason == "flat" and len(seen) > 1 else reason
+
+
 class Demonstrations(Order):
     """The shuffle, and demonstrations that are imitated beside the rollouts of each batch.
 
@@ -183,7 +199,7 @@ class Demonstrations(Order):
 async def oversample(order, num, step, job):
     """orchestrator.fill with orchestrator.oversampling_factor times as many groups under way as are needed, so that
     one that teaches nothing is replaced without a wait. The lowest indices win, whoever finishes first: short rollouts
-    get no advantage. What is left over is thrown away, and its rows are taken again."""
+    get no advantage. What is left over is thrown away, and its rows are taken again, if the order still wants them."""
     jobs = {}
     try:
         while True:

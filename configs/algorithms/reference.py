@@ -11,16 +11,14 @@ import contextlib
 
 import torch
 
+from trainer import local
+
 
 def remember(policy):
     """Called by build_policy: the reference is the policy before a checkpoint is loaded."""
     for name, p in policy.trained().items():
         policy.extra[f"ref/{name}"] = p.detach().clone()
     policy.extra["ref_steps"] = torch.tensor(0)
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def swap(policy):

@@ -97,7 +97,8 @@ class Session:
         new one."""
         for conversation in self.conversations:
             before = conversation[1]
-            if messages[: len(before)] == before:
+            same = [(message["role"], key_of(message)) for message in messages[: len(before)]]
+            if same == [(message["role"], key_of(message)) for message in before]:  # agents leave out reasoning
                 break
         else:
             conversation = [len(messages), []]
@@ -120,8 +121,8 @@ class AgentEnv(SingleTurnEnv):
     """Rollouts by an agent. Rows: see env.load_rows.
 
     run: an async or plain function of what it names: client (a ready openai.AsyncOpenAI), base_url, prompt, answer,
-    info, task (the row), step, state. A plain one runs in a thread, which nobody can end: if it may hang, make it a
-    command, a list of words.
+    info, task (the row's column of that name, otherwise the row), step, state. A plain one runs in a thread, which
+    nobody can end: if it may hang, make it a command, a list of words.
     forgive: exceptions, or exit codes of a command, by which the agent says that the policy failed.
     max_requests, time_limit (s, below orchestrator.generation_timeout; 0: none): at their end the rollout is scored.
     untrained: names of agents that the policy plays without being trained, e.g. a simulated user.
@@ -153,6 +154,9 @@ class AgentEnv(SingleTurnEnv):
             for func, _, objects in self.rubric.parts:
                 pick(func, state | objects | {"state": state, "result": None, "agent": {}, "replies": []})
         self.rubric.score = with_counts(self.rubric.score)
+
+    def start(self, row):
+        return super().start(row) | {"row": row}
 
     async def rollout(self, state, generate):
         secret = secrets.token_urlsafe(16)

@@ -232,7 +232,7 @@ def folders_of(program):
 
 def row_of(state):
     """The row without its answer."""
-    row = state["task"]
+    row = state.get("row", state["task"])
     if not isinstance(row, dict):
         return {"task": row}
     return {key: value for key, value in row.items() if key != "answer"}

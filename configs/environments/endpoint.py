@@ -6,9 +6,9 @@ under a secret, which ends with the rollout:
 A path segment, or the header X-Agent, names one of several agents. X-Trainable: false marks a request whose answer is
 not trained.
 
-Sampling is the run's. Settings that would change the distribution (temperature, tool_choice = "required", JSON formats,
-strict tools) are dropped, named once and counted: the log-probabilities that vLLM reports with them are not the
-policy's, and nothing could be trained on such tokens."""
+Sampling is the run's. Settings that would change the distribution (temperature, tool_choice = "required", JSON formats)
+are dropped, named once and counted: the log-probabilities that vLLM reports with them are not the policy's, and nothing
+could be trained on such tokens. A tool's `strict` is dropped as well, but not counted: some clients always set it."""
 
 import asyncio
 import contextlib
@@ -316,19 +316,22 @@ async def answer(asked, path, session):
         raise
     if task.done():
         task.result()  # what fails at once is answered by its status, with which a stream begins
-    return stream(task, form, body)
+    return stream(task, form, body, session)
 
 
-async def stream(task, form, body):
+async def stream(task, form, body, session):
     """Server-sent events of a reply, once it is complete; no client needs smaller pieces."""
     try:
         while not task.done():
             yield ": sampling\n\n"
             await asyncio.wait([task], timeout=PAUSE)
         try:
-            events = form.events(task.result(), body)
+            events = list(form.events(task.result(), body))
         except Refused as e:
             events = [error_event(e)]
+        except Exception as e:  # of a format's: as respond() has it
+            session.lost = f"{type(e).__name__}: {e}"
+            events = [error_event(Refused(500, "server_error", session.lost))]
         for event in events:
             name = f"event: {event['type']}\n" if "type" in event else ""
             yield f"{name}data: {json.dumps(event)}\n\n"

@@ -7,7 +7,7 @@ def rare(completions):                               # sees a whole group: all r
 rubric = GroupRubric([correct, rare], [1.0, 0.2])    # rubrics=[JudgeRubric()] adds the functions of other rubrics
 
 def shorter(completion):                             # rewards each turn of a rollout
-    return [1 / len(message["content"]) for message in completion if message["role"] == "assistant"]
+    return [1 / (1 + len(message["content"])) for message in completion if message["role"] == "assistant"]
 
 rubric = TurnRubric([correct, shorter])              # a single number belongs to the last turn
 

@@ -113,4 +113,4 @@ def as_messages(text, role="user"):
 
 def key_of(prompt):
     """The same key for a question, for its message, and for its message after a system prompt."""
-    return json.dumps([message["content"] for message in as_messages(prompt) if message["role"] != "system"])
+    return json.dumps([message.get("content") for message in as_messages(prompt) if message["role"] != "system"])

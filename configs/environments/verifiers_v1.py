@@ -55,6 +55,7 @@ def make_venv(packages):
             (VENV / ".gitignore").write_text("*\n")
             run_logged(python, "-m", "pip", "install", "-r", REQUIREMENTS)
             installed = required
+        packages = [packages] if isinstance(packages, str) else packages
         missing = [package for package in packages if package not in installed]
         for package in missing:
             say(f"[setup] installing {package} into {VENV.name}")
@@ -116,13 +117,15 @@ class Worker:
             self.send(number, {})
 
     def read(self):
-        for line in self.process.stdout:
-            answer = json.loads(line)
-            future = self.waiting.pop(answer["id"], None)
-            if future and future.set_running_or_notify_cancel():
-                future.set_result(answer)
-        self.has_ended = True
-        self.give_up()
+        try:
+            for line in self.process.stdout:
+                answer = json.loads(line)
+                future = self.waiting.pop(answer["id"], None)
+                if future and future.set_running_or_notify_cancel():
+                    future.set_result(answer)
+        finally:  # also after half a line, if it was killed
+            self.has_ended = True
+            self.give_up()
 
     def give_up(self):
         answer = {"error": f"the worker has ended with exit code {self.process.wait()}, see the log"}
@@ -166,7 +169,7 @@ class WorkersRubric(Rubric):
 class VerifiersV1Env(AgentEnv):
     """A taskset by its id, the name of its module. Raises RunError if it cannot be had.
 
-    packages: what pip installs into the worker's venv, e.g. "my-tasks==1.2", a directory, or "-e DIR".
+    packages: what pip installs into the worker's venv, e.g. ["my-tasks==1.2"], a directory, or "-e DIR".
     harness: what asks the policy: "": the worker itself; "null", "bash", ...: verifiers' own, a process for each turn
     of the user. env_args: keys of verifiers' configuration of the environment, e.g. { id = "user-sim" }.
     num_rows: tasks to take; 0: all. num_eval: as many of them are held out, the last ones. eval_args: arguments by

@@ -61,8 +61,9 @@ def write_config(run_dir, text):
 
 
 def values_in(text):
-    """{key: value} of a config.toml, which has a line for each key."""
-    return dict(line.split(" = ", 1) for line in text.rstrip("\n").split("\n"))  # values may have other line breaks
+    """{key: value} of a config.toml, which has a line for each key, and perhaps a comment by hand."""
+    lines = text.split("\n")  # values may have other line breaks
+    return dict(line.split(" = ", 1) for line in lines if " = " in line)
 
 
 def redacted(value):

@@ -96,7 +96,7 @@ def checkpoint_size(model):
     not here yet. Models are saved in the dtype that their configuration names."""
     total = sum(path.stat().st_size for path in Path(model).glob("*.safetensors"))
     config = Path(model, "config.json")
-    is_fp32 = config.exists() and '"float32"' in config.read_text(errors="replace")
+    is_fp32 = config.exists() and re.search(r'"(torch_)?dtype": *"float32"', config.read_text(errors="replace"))
     return total * 12 // (4 if is_fp32 else 2)
 
 

@@ -31,8 +31,6 @@ def server_options(cfg, name, has_gpus, shares_gpus):
         "max_lora_rank": max(8, rank) if cfg.sends_adapters else None,  # vLLM takes powers of two from 8 to 512
         "max_loras": cfg.orchestrator.max_staleness + 3 if cfg.sends_adapters else None,
         "enforce_eager": not has_gpus,
-        # vLLM 0.32's engine for CPUs ends at a part of a prompt whose request has a seed, as those of evaluations have.
-        "no_enable_chunked_prefill": not has_gpus,
         "distributed_executor_backend": ONE_PROCESS if is_single and not has_gpus else None,
         "gpu_memory_utilization": 0.4 if shares_gpus else None,
         "hf_overrides": {"head_dtype": "float32"} if cfg.trainer.head_dtype else None,

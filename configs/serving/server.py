@@ -19,6 +19,8 @@ VARIABLES = {
 }
 # Without these it would take half of the memory, and call g++ for minutes.
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCH_COMPILE_DISABLE": "1"}
+# vLLM 0.32's engine for CPUs ends at a part of a prompt whose request has a seed, as those of evaluations have.
+FLAGS_ON_CPU = ["--enforce-eager", "--no-enable-chunked-prefill"]
 
 if __name__ == "__main__":
     for name, value in VARIABLES.items():
@@ -27,7 +29,7 @@ if __name__ == "__main__":
         version("vllm-cpu")  # only the build for CPUs has this name
         for name, value in ON_CPU.items():
             os.environ.setdefault(name, value)
-        sys.argv.append("--enforce-eager")
+        sys.argv[1:1] = FLAGS_ON_CPU  # first, so that inference.args override them
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 elif __name__ == "__mp_main__":
     end_with_parent()
