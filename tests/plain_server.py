@@ -11,7 +11,7 @@ OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "
 
 
 class PlainServer:
-    """answer(body) -> the reply's message, its text alone, or (status, headers). also: more keys."""
+    """answer(body) -> the reply's message, its text alone, or (status, headers[, what is wrong]). also: more keys."""
 
     def __init__(self, answer, delay_s=0.0, also=()):
         self.answer = answer
@@ -40,7 +40,8 @@ class PlainServer:
         self.running -= 1
         said = self.answer(body)
         if isinstance(said, tuple):
-            return web.json_response({"error": {"message": "no"}}, status=said[0], headers=said[1])
+            message = said[2] if said[2:] else "no"
+            return web.json_response({"error": {"message": message}}, status=said[0], headers=said[1])
         message = {"role": "assistant"} | (said if isinstance(said, dict) else {"content": said})
         choice = {"index": 0, "finish_reason": "stop", "message": message, "text": message["content"]}
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}

@@ -208,6 +208,16 @@ def test_two_judges_are_averaged():
             judged(Judge(["a", "b"], fake.url))
 
 
+def test_a_judge_reads_messages_that_come_in_parts():
+    """As agents send them."""
+    parts = [{"type": "text", "text": "2 + 2"}, {"type": "text", "text": "= ?"}]
+    talk = [{"role": "user", "content": parts}, {"role": "assistant", "content": None}]
+    with serve(lambda text, model, call: "<score>4</score>") as fake:
+        asyncio.run(Judge(["a"], fake.url).judge(talk, [{"role": "assistant", "content": parts[:1]}], ""))
+    asked = "".join(message["content"] for message in fake.bodies[0]["messages"])
+    assert "user: 2 + 2\n= ?" in asked and "'type'" not in asked
+
+
 def test_retry_after_is_kept():
     busy = (429, {"Retry-After": "0.05"})
     with serve(lambda text, model, call: busy if call <= 2 else "<score>7</score>") as fake:

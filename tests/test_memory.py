@@ -49,6 +49,7 @@ CASES = {
     "half": [LORA, "inference.args.gpu_memory_utilization=0.5"],
     "tensor parallel": [LORA, "inference.args.tensor_parallel_size=2", "inference.gpus=2", "trainer.dtype=bf16"],
     "no cache": [LORA, "inference.args.gpu_memory_utilization=0.03"],
+    "elsewhere": [LORA, "inference.args.gpu_memory_utilization=0.03", 'inference.urls=["http://127.0.0.1:1"]'],
 }
 
 
@@ -113,7 +114,7 @@ def test_it_says_which_key_to_turn(needed, tmp_path, config_only):
     assert ": trainer.use_lora = true, or more trainer.gpus, or trainer.offload" in needed["full"]["small"][0]
     assert "trainer.gradient_checkpointing = true" in needed["kept"]["small"][0]
     told = "vLLM's cache holds 0 tokens, fewer than max_seq_len: inference.args.gpu_memory_utilization"
-    assert told in needed["no cache"]["problems"][0]
+    assert told in needed["no cache"]["problems"][0] and needed["elsewhere"]["problems"] == []
     (tmp_path / "a.toml").write_text(BASE.format(model=config_only))
     command = [sys.executable, "tools/memory.py", str(tmp_path / "a.toml"), LORA, "--gib", "0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -110,13 +111,26 @@ def test_a_report_says_what_the_mean_is_with_lost_rollouts_as_0(tmp_path, models
     assert "warning: think_env: 50 % of the rollouts were lost" in out and "mean 1.000, but 0.500 with lost" in out
 
 
+@pytest.mark.parametrize("text, is_lost", [("This model's maximum context length is 64 tokens", False), ("no", True)])
+def test_a_full_context_is_scored_as_in_training(text, is_lost, tmp_path, models, capsys):
+    """The second turn has no room. Anything else that a server refuses loses the rollout."""
+    toml = write_run(tmp_path, models["untied"], 1, '{ kind = "turns" }')
+    with PlainServer(lambda body: (400, {}, text) if len(body["messages"]) > 1 else "a") as server:
+        args = ["--base-url", server.url, "--model", "m", "--n", "3", "--rollouts-per-example", "1"]
+        with pytest.raises(RunError) if is_lost else nullcontext():
+            evaluate.main([str(toml), "--eval", *args])
+    assert is_lost or "truncated 1.000, lost to errors 0" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("groups, advice", [
     ([[0.0, 0.05]] * 6, "too hard: the best of 12 rewards is 0.05, and those of an example hardly differ. Begin"),
     ([[0.1, 0.4]] * 6, "too hard, if a reward of 1 can be reached: none in 12 attempts, the best is 0.4"),
     ([[0.0, 1.0], [0.5, 0.5]] * 3, "50% of the examples have rewards that differ"),
+    ([[5.0, 1.0], [2.0, 2.0]] * 3, "50% of the examples have rewards that differ"),  # of 5
+    ([[1.0, 1.0], [1.0, 0.5]] * 3, "too easy"),
 ])  # fmt: skip
 def test_what_rewards_say_about_a_task(groups, advice):
-    solved = [float(max(group) == 1) for group in groups]
+    solved = [float(max(group) >= 1) for group in groups]
     assert advice in evaluate.advise(groups, {"pass@k": sum(solved) / 6, "reward/mean": 0.25}, 2)
 
 

@@ -96,10 +96,21 @@ def test_what_has_no_reward_is_lost_and_never_zero(run, stub, kind, error):
         assert (r["reward"] is None) == is_lost and r["error"].startswith(f"TasksetFailed: {error}") == is_lost
 
 
-def test_a_worker_that_dies_says_so(run, stub):
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("kind", ["dies", "half"])  # in the middle of a line
+def test_a_worker_that_dies_says_so(kind, run, stub):
     message = "the last was failed.*TasksetFailed: the worker has ended with exit code 7, see the log"
     with pytest.raises(RunError, match=message):
-        run(1, TASK.format("dies", ""))
+        run(1, TASK.format(kind, ""))
+
+
+def test_one_package_is_not_a_list_of_letters(tmp_path, monkeypatch):
+    monkeypatch.setattr(verifiers_v1, "VENV", tmp_path)
+    monkeypatch.setattr(verifiers_v1, "LOCK", tmp_path / "lock")
+    installed = []
+    monkeypatch.setattr(verifiers_v1, "run_logged", lambda *words: installed.append(words[-1]))
+    make_venv("my-tasks==1.2")
+    assert installed[-1] == "my-tasks==1.2" and len(installed) == 3
 
 
 def test_a_cancelled_rollout_ends_in_the_worker(stub, capfd):
