@@ -340,7 +340,9 @@ def find(name, table=None):
     try:
         is_ours = (HERE / "algorithms" / f"{module}.py").exists()
         is_theirs = find_spec(module) is not None
-        clash = f"there is a module {module!r} beside your TOML and one in configs/algorithms: rename yours"
+        clash = (
+            f"there is a module {module!r} beside your TOML or installed, and one in configs/algorithms: rename yours"
+        )
         require(not (is_ours and is_theirs), CONFIG, clash)
         return getattr(import_module(ours if is_ours else module), function)
     except RunError:

@@ -47,7 +47,8 @@ def passes(what, remedy=""):
             raise
         problem = " ".join(str(e).split())[:600]
         report_check(False, f"{what}: {problem}", remedy)
-        raise RunError(getattr(e, "code", CONFIG), f"{what}: {problem}; {remedy}") from e
+        text = f"{what}: {problem}; {remedy}" if remedy else f"{what}: {problem}"
+        raise RunError(getattr(e, "code", CONFIG), text) from e
     if dist.get_rank() == 0:
         report_check(True, f"{what}: {', '.join(details)}" if details else what)
 

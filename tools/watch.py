@@ -135,8 +135,8 @@ def share_distinct(lines):
 
 
 def numbers_of_batch(lines):
-    """What watch.jsonl has about a batch's rollouts. If it mixes environments, env/<name>/ has for each of them what
-    metrics.jsonl has for all."""
+    """What watch.jsonl has about a batch's rollouts. If it mixes environments, env/<name>/ has most of what
+    metrics.jsonl has, for each of them."""
     numbers = percentiles(lines) | {"rollout/distinct": share_distinct(lines)}
     names = sorted({line["env"] for line in lines})
     if len(names) > 1:
@@ -246,7 +246,7 @@ class Watch:
     def __init__(self, run, tracker, is_live):
         self.run = run
         file = run / "config.toml"
-        self.config = tomllib.loads(file.read_text()) if file.exists() else {}  # a replay may have none
+        self.config = tomllib.loads(file.read_text()) if file.exists() else {}  # replays of former versions have none
         self.metrics = Lines(run / "metrics.jsonl")
         self.evals = Lines(run / "eval.jsonl")
         self.batches = Batches(run)
