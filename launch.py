@@ -53,7 +53,7 @@ CONSOLE = rb"(?m)^(?:step|eval|batch|rollout|(?:run|check|warning|time|result):)
 REPORT = r"(?m)^\[(prepare|estimate|orchestrator|trainer)\] exit=(\d+) pid=(\d+ rank=\d+) (.*)"
 KILLED_RANK = r"exitcode *: -(?!15 )\d+ \(.*\)"  # -15: torchrun ends the other ranks
 # An error that begins a line of vLLM's log, but not what the server says of its engine's.
-ERROR = r"(?m)^(?:\(.*?\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!Engine ?[Cc]ore (?:init|enc)).+)"
+ERROR = r"(?m)^(?:\(.*?\] )?((?:\w+\.)*\w+(?:Error|Exception): (?!Engine ?(?:core|Core) (?:init|enc)).+)"
 SECRET = r"""(?i)((key|token|secret|password)\W+)[^]",}]+"""
 PR_SET_CHILD_SUBREAPER = 36
 

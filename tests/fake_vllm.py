@@ -9,7 +9,7 @@ FAKE in the environment, or a POST to /fake, holds JSON:
                                      "exit": the server exits with 0; "silent": it answers none any more, but /health
      "log": "path",                  the requests go there, one a line
      "control": "path",              the control routes go there, one a line
-     "teacher": "short",             the last token of a prompt is not scored; "500", "hang"
+     "teacher": "short",             the last token of a prompt is not scored; "404", "hang"
      "stop": true,                   no answer counts as cut off
      "discard": true,                weights are received and thrown away, whatever their names
      "bias": 5.0,                    the logprobs of what was sampled are too low by this
@@ -276,8 +276,8 @@ class Server(WeightReceiver):
         if name not in self.names():
             return web.json_response({"error": f"The model {name} does not exist."}, status=404)
         if "prompt_logprobs" in body:
-            if FAKE.get("teacher") == "500":
-                return web.json_response({"error": "fault asked for"}, status=500)
+            if FAKE.get("teacher") == "404":
+                return web.json_response({"error": "fault asked for"}, status=404)
             await asyncio.sleep(3600 if FAKE.get("teacher") == "hang" else 0)
             if len(body["prompt"]) + body["max_tokens"] > self.args.max_model_len:
                 return web.json_response({"error": "This model's maximum context length is exceeded"}, status=400)

@@ -114,6 +114,7 @@ def test_a_study_that_is_killed_gives_the_same_table(tmp_path, toml, num_seeds):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_training_side_alone(tmp_path, toml, batches):
     command = [toml, "--arm", "trainer.loss=grpo", "--arm", "trainer.loss=cispo", "--seeds", 1]
     command += ["--out", tmp_path / "out"]

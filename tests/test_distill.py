@@ -101,7 +101,7 @@ def test_a_prompt_for_the_teacher_stands_for_one_conversation(run, tmp_path):
     "overrides, fake, error",
     [
         ([], {"teacher": "short"}, "DataError: the teacher scored"),
-        ([], {"teacher": "500"}, "ServerError: teacher: http"),
+        ([], {"teacher": "404"}, "ServerError: teacher: http"),
         (["orchestrator.generation_timeout=0.5"], {"teacher": "hang"}, "TimeoutError"),
         (["teacher.prompt=distill_tasks:fails"], {}, "LookupError: no hint in fails, distill_tasks.py"),
     ],

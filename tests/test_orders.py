@@ -188,7 +188,7 @@ def args_of(overrides):
 @pytest.mark.parametrize("advantage", ["mean", "batch_std", "advantages:gdpo"])
 def test_demonstrations_have_no_part_in_an_advantage(make_cfg, tmp_path, advantage):
     """A rollout's advantage is the same with and without them."""
-    cfg = make_cfg(f"trainer.advantage={advantage}")
+    cfg = make_cfg(f"trainer.advantage={advantage}", "orchestrator.order=orders:ByParts")
     rollouts = make_sequences(12)
     for s in rollouts:
         s |= {"metrics": {"a": s["reward"], "b": 1 - s["reward"] ** 2}, "reward_weights": {"a": 1.0, "b": 0.5}}

@@ -106,3 +106,5 @@ async def post(client, group, path, body):
         return await client.post(group, path, body, t.base_url)
     except Truncated:
         raise ServerError(400, f"teacher: {path} answered that the prompt is too long") from None
+    except ServerError as e:
+        raise ServerError(e.status, f"teacher: {e}") from None
