@@ -53,6 +53,7 @@ def test_the_core_alone_trains(tmp_path):
 
     run(tmp_path, *launch)
     first = tmp_path / "outputs" / "reverse_text"
+    assert "disabling chunked prefill" in (first / "logs" / "inference.log").read_text()  # server.py
     metrics = lines(first / "metrics.jsonl")
     evals = lines(first / "eval.jsonl")
     assert [m["step"] for m in metrics] == list(range(6))
