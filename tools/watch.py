@@ -31,6 +31,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs.runtime.directory import redacted
+from configs.runtime.role import end_with_parent
 from configs.serving.flags import as_flags
 from tools.advice import WINDOW, judge, lost_in_evaluation, say, server_pages, warnings, where_time_goes
 from tools.show import (
@@ -408,7 +409,7 @@ class Watch:
         """Has page.html written by a process of its own, since that takes torch and some seconds, for which the run
         shall not wait."""
         command = ["nice", "-n", "9", sys.executable, str(ROOT / "tools" / "page.py"), str(self.run)]
-        self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
 
     def write_last_page(self):
         """Writes page.html once more, if there was an evaluation, and waits for it. The page is not worth the rest,
