@@ -48,6 +48,8 @@ def load_config(path, overrides=(), replay=None):
 
     The directory of the file comes last on Python's path: modules beside it are found, but never replace ours. The
     config.toml in a run's directory stands for the file it was made from."""
+    from configs.compat import vf_rl  # names from vf-rl, from TRL's GRPOTrainer and from former versions
+
     # 1. The file and the overrides.
     source = path
     try:
@@ -56,14 +58,13 @@ def load_config(path, overrides=(), replay=None):
         if isinstance(given.get("env"), list):
             envs = [flatten({"env": env}) for env in given.pop("env")]
         for source in overrides:
-            given = overridden(given, parse_override(source))
+            new = parse_override(source)
+            given = overridden(vf_rl.without_ours(given, new), new)
     except (OSError, ValueError) as e:  # no such file, not text, not TOML
         raise RunError(CONFIG, f"{source}: {e}") from None
     origin = Path(str(given.get("origin") or path)).resolve()
     sys.path.append(str(origin.parent))
-    # 2. Names from vf-rl, from TRL's GRPOTrainer and from former versions of this project.
-    from configs.compat import vf_rl
-
+    # 2. Other people's names become ours.
     given = vf_rl.translate(given)
     # 3. One configuration for each [[env]]; the first gets all environments. An override holds for each of them.
     resolved = [resolve(overridden(env, given), origin) for env in envs]

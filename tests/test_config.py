@@ -205,6 +205,17 @@ def test_what_is_given_by_our_name_holds(tmp_path):
     assert (cfg.run.max_steps, cfg.trainer.learning_rate) == (5, 5e-5)
 
 
+def test_an_override_by_an_old_name_holds_against_ours_in_the_file(tmp_path):
+    text = 'model = "m"\nmax_steps = 9\n[env]\nid = "reverse_text"\n[trainer]\nloss = "grpo"\ndtype = "fp32"\n'
+    text += "loss_args = { epsilon = 0.1, delta = 2.0 }\n"
+    cfg = load(tmp_path, text, "trainer.args.max_steps=5", "trainer.args.bf16=true", "trainer.args.epsilon_high=0.3")
+    assert (cfg.run.max_steps, cfg.trainer.dtype) == (5, "bf16")
+    assert cfg.trainer.loss_args == {"epsilon": 0.1, "delta": 2.0, "epsilon_high": 0.3}
+    assert load(tmp_path, text, "trainer.epsilon=0.4").trainer.loss_args == {"epsilon": 0.4, "delta": 2.0}
+    assert load(tmp_path, text, "trainer.args.epsilon=0.4").trainer.loss_args["epsilon"] == 0.4
+    assert load(tmp_path, text, "trainer.loss_args.epsilon=0.4").trainer.loss_args == {"epsilon": 0.4, "delta": 2.0}
+
+
 def test_old_names_lead_to_keys_that_there_are():
     known = set(configs.DEFAULTS)
     meant = {key for values in vf_rl.VALUES.values() for keys in values.values() for key in keys}

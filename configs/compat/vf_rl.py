@@ -131,6 +131,8 @@ FORMER = {
     "dppo_mask": 0.2,
     "dppo_kl": 0.001,
 }
+# The former names of what these tables hold begin so: trainer.epsilon, trainer.importance_low.
+ARGS = {"trainer.loss_args": "trainer.", "trainer.importance_args": "trainer.importance_"}
 # Former keys that have become something else: what to write instead. Empty ones are dropped.
 HOOKS = ("orchestrator.keep", "orchestrator.extra_groups")
 A_METHOD = "this is a method of orchestrator.order's class now: see orchestrator.Order"
@@ -142,8 +144,24 @@ def translate(given):
     """Returns {dotted key: value} of a file and its overrides with today's names for all the names above.
 
     Raises RunError with CONFIG for a name that is refused. If two names stand for one key, ours counts; otherwise the
-    later one does, with the exceptions in turn()."""
+    later one does, with the exceptions in turn(). Of an override, see without_ours."""
     return translate_former(translate_args(given))
+
+
+def without_ours(given, override):
+    """Returns `given` without our names for what an override calls by one of the names above: it would lose to them."""
+    hidden = set()
+    for key, value in override.items():
+        name = key.removeprefix(PREFIX)
+        stands_for = VALUES.get(name, {}).get(str(value)) or {RENAMED.get(name, f"trainer.{name}"): value}
+        hidden |= set(stands_for) if name != key else {key}
+    kept = {}
+    for key, value in given.items():
+        if key in ARGS and isinstance(value, dict):
+            kept[key] = {name: x for name, x in value.items() if ARGS[key] + name not in hidden}
+        elif key not in hidden or key in override:
+            kept[key] = value
+    return kept
 
 
 def translate_args(given):
