@@ -151,6 +151,14 @@ def check_row(row):
     return row | {"info": info}
 
 
+def copied(x):
+    """A deep copy, or a shallow one of what holds a lock, a client, ..."""
+    try:
+        return copy.deepcopy(x)
+    except Exception:
+        return copy.copy(x)
+
+
 def without_none(x):
     """Messages without the keys that are None: Arrow gives each message every key that another one has."""
     if isinstance(x, dict):
@@ -271,12 +279,7 @@ class SingleTurnEnv:
         state = {"prompt": prompt, "answer": row.get("answer", ""), "info": row.get("info") or {}}
         state |= {"tools": self.tools, "completion": [], "turn": 0, "step": 0}
         state = copy.deepcopy(state)  # a rollout may change its own
-        task = row.get("task", row)
-        try:
-            task = copy.deepcopy(task)
-        except Exception:  # a column has a lock, a client, ...
-            task = copy.copy(task)
-        return state | {"task": task, "parser": self.parser}
+        return state | {"task": copied(row.get("task", row)), "parser": self.parser}
 
     async def rollout(self, state, generate):
         """Fills state["completion"]; generate(messages or text, tools) -> the policy's message. May raise Truncated."""

@@ -303,10 +303,10 @@ def exit_codes():
 
 
 def signs_of_progress(run_dir):
-    """When each process last showed that it goes on (`role.heartbeat`), and the files of a checkpoint that is being
-    written: that of a large model on a slow disk may take longer than the watchdog."""
+    """When each process last showed that it goes on (`role.heartbeat`), and the files of a checkpoint or of final/ that
+    are being written: those of a large model on a slow disk may take longer than the watchdog."""
     beats = [entry.stat().st_mtime for entry in os.scandir(f"{run_dir}/tmp/progress")]
-    return [*beats, *glob.glob("checkpoints/*.tmp/*", root_dir=run_dir)]
+    return [*beats, *glob.glob("checkpoints/*.tmp/*", root_dir=run_dir), *glob.glob("final/*", root_dir=run_dir)]
 
 
 def what_happened(files):
@@ -466,7 +466,8 @@ def main(argv):
         if code == DIED:
             dump_stacks()
     end_all()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     show(logs)
     clear_up(run_dir)
     say(f"[launch] {last}", fd=2 if code else 1)

@@ -178,7 +178,9 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 WRITER = ThreadPoolExecutor(1)  # of batches
-UNBIASED = {"stop", "max_tokens", "parallel_tool_calls", "tool_choice"}  # what a turn that is trained may ask for
+SEE_MORE = ("advantages:gdpo", "advantages:brief")  # than a group's rewards, which may be equal
+# What a turn that is trained may ask for: it leaves the distribution as it is.
+UNBIASED = {"stop", "max_tokens", "parallel_tool_calls", "tool_choice", "chat_template_kwargs"}
 TALK = ("prompt", "completion", "answer", "info")  # what rollouts.jsonl has of a state
 # Names of a sequence's metadata, which no per-token field may have.
 METADATA = {*Rollout.__annotations__, "env", "example", "group", "rollout", "dropped", "agent", "trainable"}
@@ -243,9 +245,17 @@ async def guard(rollouts, work, timeout_s):
         except SystemExit as e:  # out of a task it would end the event loop
             return e
 
+    task = asyncio.create_task(attempt())
     try:
-        async with asyncio.timeout(timeout_s):
-            error = await asyncio.create_task(attempt())
+        try:
+            for _ in range(60):  # a run that is suspended loses a sixtieth of its time, with asyncio.timeout all of it
+                await asyncio.wait([task], timeout=timeout_s / 60)
+        finally:
+            is_late = task.cancel()
+            await asyncio.wait([task])
+        if is_late:
+            raise TimeoutError
+        error = task.result()
         if error:
             raise error
     except BaseException as e:  # CancelledError as well
@@ -267,8 +277,11 @@ async def run_rollout(env, row, ask, step, cfg):
 
     async def generate(prompt, tools=None, agent="", trainable=True, whole=False, **own):
         """What the environment calls for each turn of the policy. Returns its message, or the `whole` reply."""
-        is_unbiased = own.keys() <= UNBIASED and own.get("tool_choice") != "required"
-        ensure(is_unbiased or not trainable, f"generate(): {own} is for trainable=False, as it biases what is said")
+        # vLLM forces the form of any other choice, and of a tool with `strict`.
+        is_free = own.get("tool_choice", "auto") in ("auto", "none")
+        is_free = is_free and not any(tool["function"].get("strict") for tool in tools or ())
+        what = f"generate(): {own} or a tool's `strict` may bias what is said: set trainable=False"
+        ensure(not trainable or (is_free and own.keys() <= UNBIASED), what)
         reply = await ask(prompt, tools, own=own)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
@@ -714,6 +727,9 @@ async def run(cfg):
     report_changes(run_dir, text)
     step, start, state = resume(run_dir, cfg)
     make_order = configs.find(o.order, {"": Order})
+    drops_flat = getattr(make_order, "keep", None) is Order.keep
+    what = f"{cfg.trainer.advantage} learns from groups of equal rewards: set orchestrator.order = orders:ByParts"
+    require(not drops_flat or cfg.trainer.advantage not in SEE_MORE, CONFIG, what)
     orders = {}
     for name, env in envs.items():
         known = state.get(name)

@@ -1340,7 +1340,7 @@ def load_checkpoint(path, policy, optimizer, cfg):
             wanted[name] = tensor
     lost = [name for name in saved if name.startswith("optimizer/") and name not in wanted]
     what = f"{path} has {len(lost)} tensors that this optimizer does not make in its first step: {lost[:3]}"
-    require(not lost, CONFIG, what)
+    require(not lost, CONFIG, f"{what}. Choose another run_name, whose model is this run's final/")
     dcp.load(wanted, storage_reader=reader)
     return state["step"]
 
@@ -1351,6 +1351,7 @@ def write_final(run_dir, policy, cfg):
     final = run_dir / "final"
     tensors = {}
     for block in stream_weights(policy.model, DTYPES[t.dtype], t.use_lora):
+        heartbeat()
         if dist.get_rank() == 0:
             for name, tensor in block.items():
                 tensors[name] = tensor.cpu().contiguous()

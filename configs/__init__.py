@@ -293,9 +293,6 @@ def check_pairs(flat):
     together(lambda x, y: x == 1 or not y, "orchestrator.sampling.temperature", "1.0 with", "teacher.weight")
     zeroed = "orchestrator.zero_truncated_completions"
     together(lambda x, y: not x or y != "advantages:gdpo", zeroed, "false with", "trainer.advantage")
-    is_seen = flat["orchestrator.order"] or flat["trainer.advantage"] not in ("advantages:gdpo", "advantages:brief")
-    remedy = "it learns from groups of equal rewards, too, which are dropped: set orchestrator.order = orders:ByParts"
-    require(is_seen, CONFIG, f"key 'trainer.advantage' = {flat['trainer.advantage']!r}: {remedy}")
     has_base = flat["trainer.use_lora"] and flat["trainer.dtype"] != "fp32" and not flat["teacher.base_url"]
     must = "false unless LoRA in 16 bits, with"
     together(lambda x, _: has_base or not x, "teacher.frozen", must, "trainer.dtype")

@@ -1,5 +1,6 @@
 """configs/algorithms/advantages.py against numbers by hand, and the running baseline through a run."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from conftest import all_batches
 
+import orchestrator
 import trainer
 from configs.algorithms.orders import ByParts, RunningBaseline
 from configs.runtime.role import RunError
@@ -69,22 +71,27 @@ def test_groups_of_equal_rewards_in_which_an_advantage_sees_more_are_kept(make_c
         return ByParts([{}], cfg).keep(list(rollouts))
 
     def one(reward, num_tokens=5, **metrics):
-        return Rollout({}, [], reward=reward, num_tokens=num_tokens, metrics=metrics)
+        weights = {name: float(name != "logged") for name in metrics}
+        return Rollout({}, [], reward=reward, num_tokens=num_tokens, metrics=metrics, reward_weights=weights)
 
+    assert keep("gdpo", one(1.0, a=1.0, logged=0.0), one(1.0, a=1.0, logged=7.0)) == "flat"
     assert keep("gdpo", one(1.0, a=1.0, b=0.0), one(1.0, a=0.0, b=1.0)) == ""
     assert keep("gdpo", one(1.0, a=1.0, b=0.0), one(1.0, 9, a=1.0, b=0.0)) == "flat"
     assert keep("brief", one(1.0, 5), one(1.0, 9)) == "" and keep("brief", one(1.0, 5), one(1.0, 5)) == "flat"
     assert keep("brief", one(0.0, 5), one(0.0, 9)) == "flat"
 
 
-@pytest.mark.parametrize("more, message", [
-    (["trainer.advantage=advantages:brief"], "learns from groups of equal rewards.*orders:ByParts"),
-    (["trainer.advantage=advantages:gdpo", "orchestrator.order=orders:ByParts",
-      "orchestrator.zero_truncated_completions=true"], "zero_truncated.*must be false with trainer.advantage"),
-])  # fmt: skip
-def test_what_an_advantage_would_not_see_is_refused(more, message, make_cfg):
-    with pytest.raises(RunError, match=message):
-        make_cfg(*more)
+@pytest.mark.parametrize("order", ["", "orders:Difficulty"])
+def test_an_order_that_drops_what_an_advantage_learns_from_is_refused(order, make_cfg):
+    cfg = make_cfg("trainer.advantage=advantages:brief", f"orchestrator.order={order}", "eval.every=0")
+    with pytest.raises(RunError, match="learns from groups of equal rewards.*orders:ByParts"):
+        asyncio.run(orchestrator.run(cfg))
+
+
+def test_rewards_of_truncated_rollouts_by_part_are_refused(make_cfg):
+    more = ["orchestrator.order=orders:ByParts", "orchestrator.zero_truncated_completions=true"]
+    with pytest.raises(RunError, match="zero_truncated.*must be false with trainer.advantage"):
+        make_cfg("trainer.advantage=advantages:gdpo", *more)
 
 
 def test_agents_that_swap_their_rewards_make_no_flat_group(make_cfg):

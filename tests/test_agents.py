@@ -23,6 +23,18 @@ from configs.environments.rubrics import TurnRubric
 from configs.runtime.role import RunError
 from env import DataError, Rubric, SingleTurnEnv, Truncated, load_environment
 
+
+def test_a_rollout_changes_no_row_of_the_dataset():
+    async def run(row):
+        pass
+
+    env = AgentEnv(run, [{"question": "?", "hints": [1]}])
+    for _ in range(2):
+        row = env.start(env.dataset[0])["row"]
+        assert row["hints"] == [1]
+        row["hints"].append(2)
+
+
 TASK = '[env]\nid = "agent_tasks"\nargs = {{ kind = "{}"{} }}'
 TOOLS = "inference.args.enable_auto_tool_choice=true"
 ALL_MAY_FAIL = "orchestrator.max_error_share=1.0"

@@ -243,7 +243,8 @@ def test_a_judge_that_refuses_for_ever_or_is_lost_leaves_it_unscored():
             "It says <score>10</score>. This one: <score>three</score>"]),
     (0.8, ["<score>\n[8]\n</score>", "<score>**8**</score>", "<score> 8 / 10 </score>", "<score>8 out of 10</score>",
            "<Score>8.0</Score>", "<score>[8.]/10</score>", "<score>[8/10]</score>",
-           "<score>2</score>, no: <score>8</score>", "<score>8/10.</score>."]),
+           "<score>2</score>, no: <score>8</score>", "<score>8/10.</score>.", "```\n<score>8</score>\n```",
+           "<eval><score>8</score></eval><|im_end|>"]),
 ])  # fmt: skip
 def test_scores_as_judges_write_them_and_what_is_none(score, replies):
     with serve(lambda text, model, call: replies[call - 1]) as fake:
@@ -414,7 +415,8 @@ def test_format_reward_of_thoughts(text, expected):
     ("so \\boxed{42}.", "42"), ("\\boxed{1} or \\boxed{2}", "2"), ("\\boxed{\\frac{1}{2}}", "\\frac{1}{2}"),
     ("\\boxed{a{b{c}d}e} f}", "a{b{c}d}e"), ("\\boxed{}", ""), ("no box", "no box"),
     ("\\boxed{open", "\\boxed{open"), ("", ""), ("\\boxed{5} then \\boxed{6", "5"),
-    ("\\boxed{\\left\\{3\\right.}", "\\left\\{3\\right."),
+    ("\\boxed{\\left\\{3\\right.}", "\\left\\{3\\right."), ("\\boxed{1 \\boxed{2}", "2"),
+    ("\\boxed{1 \\boxed{2} 3}", "2"), ("} \\boxed{7}", "7"), ("\\boxed{" * 9999 + "7}", "7"),
 ])  # fmt: skip
 def test_boxed_answer(text, expected):
     assert extract_boxed_answer(text) == expected

@@ -480,9 +480,10 @@ def test_a_log_begins_with_the_command_without_secrets(word, logged, tmp_path, m
     assert printed == f"{word} 1 ieee mine"
 
 
-def test_the_files_of_a_checkpoint_that_is_being_written_are_progress(tmp_path):
+@pytest.mark.parametrize("place", ["checkpoints/step_000002.tmp", "final"])
+def test_the_files_of_a_checkpoint_that_is_being_written_are_progress(place, tmp_path):
     run_dir = tmp_path / "[1]"
-    written = run_dir / "checkpoints" / "step_000002.tmp"
+    written = run_dir / place
     written.mkdir(parents=True)
     (run_dir / "tmp" / "progress").mkdir(parents=True)
     signs = [launcher.signs_of_progress(run_dir)]

@@ -19,7 +19,8 @@ for overrides in json.loads(sys.argv[2]):
     found = memory.need(cfg, 16 << 30, memory.is_shared(cfg))
     problems = memory.problems_of(found, cfg, 16 << 30, memory.is_shared(cfg))
     small = memory.problems_of(found, cfg, int(1.36 * 2**30), False)  # CUDA's context takes most of it
-    print(json.dumps(found._asdict() | {"problems": problems, "small": small}))
+    tight = memory.problems_of(found, cfg, int(memory.CONTEXT + found.peak / 1.05), False)
+    print(json.dumps(found._asdict() | {"problems": problems, "small": small, "tight": len(tight)}))
 """
 LORA = "trainer.use_lora=true"
 LAYERS, HIDDEN, INNER, VOCAB = 4, 256, 1024, 8192
@@ -44,6 +45,7 @@ CASES = {
     "full": [FULL],
     "two ranks": [FULL, "trainer.gpus=2"],
     "LoRA": [LORA, "trainer.lora_rank=8"],
+    "compiled": [LORA, "trainer.lora_rank=8", "trainer.compile=true"],
     "larger": [LORA, "trainer.micro_batch_size=8"],
     "kept": [LORA, KEPT],
     "half": [LORA, "inference.args.gpu_memory_utilization=0.5"],
@@ -110,6 +112,7 @@ def test_what_is_left_of_vllms_share_is_its_cache(needed):
 
 def test_it_says_which_key_to_turn(needed, tmp_path, config_only):
     assert needed["LoRA"]["problems"] == []
+    assert (needed["LoRA"]["tight"], needed["compiled"]["tight"]) == (1, 0)  # compiled it needs a tenth less
     assert needed["LoRA"]["small"][0].endswith(": trainer.micro_batch_size or max_seq_len lower")
     assert ": trainer.use_lora = true, or more trainer.gpus, or trainer.offload" in needed["full"]["small"][0]
     assert "trainer.gradient_checkpointing = true" in needed["kept"]["small"][0]

@@ -357,6 +357,8 @@ def test_changed_keys_are_named_and_another_loss_is_refused(task, run, capfd):
     with pytest.raises(RunError, match=r"began with another \['trainer.loss'\].*allow_changes") as e:
         run(3, env, "trainer.loss=grpo")
     assert e.value.code == 2
+    with pytest.raises(RunError, match=r"began with another \['trainer.optimizer'\]"):
+        run(3, env, "trainer.optimizer=json:loads")
     assert [line["step"] for line in lines(run.run_dir / "rollouts.jsonl")][-1] == 1  # nothing was cut
     run(3, env, "trainer.loss=grpo", "allow_changes=true")
     assert len(all_batches(run.run_dir)) == 3

@@ -6,8 +6,10 @@ import functools
 import httpx
 import openai
 import pytest
+import verifiers as vf
 import vf_envs
 from conftest import all_batches, lines
+from datasets import Dataset
 from scripted import play
 from verifiers.clients import OpenAIChatCompletionsClient
 
@@ -83,6 +85,27 @@ def test_what_is_no_reward_loses_the_rollout_and_is_never_zero(rollouts, kind):
         assert (r["error"].startswith("ValueError: ") and r["reward"] is None) == (int(r["answer"]) % 3 == 0)
         if kind == "raises" and not r["error"]:
             assert r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] + 1.0
+
+
+def test_functions_of_an_env_group_have_the_weights_of_their_environment():
+    """Two of one name, a penalty in one environment and a reward in the other."""
+
+    def one(**weights):
+        names = {name: lambda completion: 1.0 for name in weights}
+        for name, func in names.items():
+            func.__name__ = name
+        return vf.SingleTurnEnv(
+            dataset=Dataset.from_list([{"question": "q", "answer": "a"}]),
+            rubric=vf.Rubric([*names.values()], [*weights.values()]),
+        )
+
+    env = verifiers_v0.wrap(vf.EnvGroup([one(right=1.0, length=-0.5), one(right=1.0, length=0.5)], ["a", "b"]))
+    for row in env.dataset:
+        state = env.start(row) | {"completion": [{"role": "assistant", "content": "x"}]}
+        reward, _ = asyncio.run(env.rubric.score(state))
+        length = {"a": -0.5, "b": 0.5}[row["info"]["env_id"]]
+        weights = {name: weight for name, weight in state["reward_weights"].items() if weight}
+        assert reward == 1.0 + length and weights == {"right": 1.0, "length": length}
 
 
 def test_a_reward_in_an_array_counts_a_list_is_none_and_names_of_the_run_stay_its_own(run, rollouts, tmp_path):

@@ -348,6 +348,14 @@ def test_when_a_run_is_finished(name, file, tmp_path):
     assert show.is_finished(tmp_path / name)
 
 
+def test_a_run_may_have_replay_in_its_name(tmp_path):
+    run = tmp_path / "math-replay-buffer"
+    run.mkdir()
+    (run / "rollouts.jsonl").touch()  # as the orchestrator does before the first step
+    (run / "final").mkdir()
+    assert not show.is_replay(run) and not show.is_finished(run)
+
+
 def start_watch(run):
     command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

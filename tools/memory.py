@@ -6,6 +6,7 @@ The trainer's numbers come from trainer.py itself, in which every tensor has a s
 and a group of ranks of which only the first exists. It is eager; torch.compile needs a little less. vLLM's are
 arithmetic: its cache of keys and values gets what the weights, CUDA and a sampling pass leave of its share."""
 
+import copy
 import os
 import sys
 import weakref
@@ -143,6 +144,7 @@ def largest_micro(cfg):
 def trainer_need(cfg, card):
     """Bytes on rank 0's GPU of `card` bytes: {phase: peak} of a step that is not the first, with two of the largest
     micro-batches, and `state`, what is there between steps."""
+    cfg = copy.copy(cfg)
     cfg.trainer = cfg.trainer._replace(compile=False)
     num_ranks = cfg.trainer.gpus * int(os.environ.get("NNODES") or 1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)

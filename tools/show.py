@@ -94,7 +94,7 @@ def run_with(*files):
 
 def is_replay(run):
     """Whether trainer.py --replay has made a run's directory."""
-    return "-replay-" in run.name
+    return "-replay-" in run.name and not (run / "rollouts.jsonl").exists()  # the orchestrator's
 
 
 def is_finished(run):

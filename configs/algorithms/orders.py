@@ -127,8 +127,8 @@ class RunningBaseline(Order):
 
 class ByParts(Order):
     """The shuffle, for trainer.advantage = "advantages:gdpo" or "advantages:brief", which see more than the reward:
-    a group of equal rewards is dropped only if what they see is equal as well. That is the value of each function, or
-    the number of tokens of a success."""
+    a group of equal rewards is dropped only if what they see is equal as well. That is the value of each function that
+    has a weight, or the number of tokens of a success."""
 
     def keep(self, rollouts):
         reason = super().keep(rollouts)
@@ -137,7 +137,8 @@ class ByParts(Order):
         for r in rollouts:
             if r.reward is not None:
                 length = r.num_tokens if r.reward > 0 else 0
-                seen.add(length if is_brief else tuple(sorted(r.metrics.items())))
+                parts = tuple(r.metrics[name] for name, weight in sorted(r.reward_weights.items()) if weight)
+                seen.add(length if is_brief else parts)
         return "" if reason == "flat" and len(seen) > 1 else reason
 
 

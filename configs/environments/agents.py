@@ -18,7 +18,7 @@ import secrets
 
 from configs.environments.endpoint import SESSIONS, Client, Refused, as_chat, endpoint, key_of, settings
 from configs.environments.rubrics import TurnRubric
-from env import DataError, Rubric, SingleTurnEnv, Truncated, call, ensure, pick
+from env import DataError, Rubric, SingleTurnEnv, Truncated, call, copied, ensure, pick
 
 COUNTED = ("requests", "dropped", "restored", "forgiven")
 
@@ -156,7 +156,7 @@ class AgentEnv(SingleTurnEnv):
         self.rubric.score = with_counts(self.rubric.score)
 
     def start(self, row):
-        return super().start(row) | {"row": row}
+        return super().start(row) | {"row": copied(row)}
 
     async def rollout(self, state, generate):
         secret = secrets.token_urlsafe(16)

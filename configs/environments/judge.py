@@ -121,7 +121,8 @@ class Judge:
         content = reply.choices[0].message.content or ""
         # Judges also write [8], **8**, 8/10 and 8 out of 10.
         out_of = rf"(?:(?:/|out of)\s*{self.scale:g}[\s*\]]*)?"
-        form = rf"<score>[\s*\[]*{NUMBER}[\s*\]]*{out_of}\.?</score>[\s.*]*$"  # the reply ends with it
+        end = r"(?:</?\w+>|<\|\w+\|>|```|[\s.*])*$"  # of the reply: no words, but other tags or the end of a block
+        form = rf"<score>[\s*\[]*{NUMBER}[\s*\]]*{out_of}\.?</score>{end}"
         found = re.search(form, content, re.IGNORECASE)
         if not found or not 0 <= float(found[1]) <= self.scale:
             raise JudgeReplyError(f"{model} gave no score in 0..{self.scale:g}: {content[-200:]!r}")

@@ -129,12 +129,17 @@ class XMLParser(Parser):
 def extract_boxed_answer(text):
     r"""Returns the content of the last \boxed{...} that is closed, with balanced braces, or the whole text if there is
     none. \{ and \} are no braces."""
-    end = len(text)
-    while (start := text.rfind("\\boxed{", 0, end)) >= 0:
-        depth = 0
-        for match in re.finditer(r"\\.|[{}]", text[start + len("\\boxed") :], re.DOTALL):
-            depth += {"{": 1, "}": -1}.get(match[0], 0)
-            if depth == 0:
-                return text[start + len("\\boxed{") :][: match.start() - 1]
-        end = start
-    return text
+    opened = []  # braces: where the content of a box begins, or -1
+    last = -1
+    answer = text
+    for match in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):
+        if match[0] == "}" and opened:
+            start = opened.pop()
+            if start > last:
+                last = start
+                answer = text[start : match.start()]
+        elif match[0] == "{":
+            opened.append(-1)
+        elif match[0] == r"\boxed{":
+            opened.append(match.end())
+    return answer

@@ -98,16 +98,29 @@ def reporting(function, sees_group):
     return wrapper
 
 
-def leaves(rubric):
-    """The rubrics in a RubricGroup or an EnvGroup, down to those that have functions."""
+def leaves(rubric, name=None):
+    """The rubrics in a RubricGroup or an EnvGroup, down to those that have functions. With the name of one of its
+    environments, those of that one."""
     children = list(getattr(rubric, "rubrics", []))
-    children += [env.rubric for env in getattr(rubric, "env_map", {}).values()]
+    envs = getattr(rubric, "env_map", {})
+    children += [env.rubric for key, env in envs.items() if name not in envs or key == name]
     if not children:
         return [rubric]
     found = []
     for child in children:
-        found += leaves(child)
+        found += leaves(child, name)
     return found
+
+
+def weights_of(rubric, info):
+    """{function: weight} of the rubrics that score a row with this info; {} if two functions of a name differ in it."""
+    route = (info or {}).get("env_id")  # an EnvGroup's: a name, or a path of names
+    weights = {}
+    for leaf in leaves(rubric, route[0] if isinstance(route, list) else route):
+        for name, weight in zip(leaf._get_reward_func_names(), leaf.weights):
+            if weights.setdefault(name_in_metrics(name), weight) != weight:
+                return {}
+    return weights
 
 
 def name_in_metrics(name):
@@ -122,21 +135,20 @@ class VerifiersRubric:
         self.env = env
         self.rubric = env.rubric
         self.sees_group = False
-        self.weights = {}  # of each function
+        num = 0
         for leaf in leaves(env.rubric):
             are_group = list(map(leaf._is_group_func, leaf.funcs))
             leaf.funcs = list(map(reporting, leaf.funcs, are_group))
             self.sees_group = self.sees_group or any(are_group)
-            names = map(name_in_metrics, leaf._get_reward_func_names())
-            self.weights |= zip(names, leaf.weights)
-        if not self.weights:
+            num += len(leaf.funcs)
+        if not num:
             raise ValueError("no reward functions: environments that score in their own rollout are not supported")
 
     async def score(self, state):
         if not state.get("verifiers"):
             state["verifiers"] = await self.state_of(state)
         theirs = state["verifiers"]
-        state["reward_weights"] = self.weights
+        state["reward_weights"] = weights_of(self.rubric, theirs.get("info"))
         if self.sees_group:
             return 0.0, {}  # score_group returns all of the reward
         await self.run([theirs], self.rubric.score_rollout(theirs))
@@ -210,9 +222,8 @@ class VerifiersEnv(SingleTurnEnv):
 
 
 def schema_of(tool):
+    """Without `strict`, for which vLLM would constrain what is sampled."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    if tool.strict is not None:
-        function["strict"] = tool.strict
     return {"type": "function", "function": function}
 
 

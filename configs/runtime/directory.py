@@ -39,14 +39,15 @@ def refuse_other(found, cfg, what):
 
 def report_changes(run_dir, text):
     """Says which keys differ from the run's last start; text: the configuration as config.toml will have it. Raises
-    RunError with CONFIG if another loss or advantage would go on with a run that has begun, unless allow_changes."""
+    RunError with CONFIG if a run that has begun would go on with another loss, advantage or optimizer, unless
+    allow_changes is set."""
     path = run_dir / "config.toml"
     old = values_in(path.read_text()) if path.exists() else {}
     new = values_in(text)
     changed = [key for key in new if new[key] != old.get(key, new[key])]
     for key in changed:
         say(f"run: {key} was {old[key]}, now {new[key]}")
-    refused = {"trainer.loss", "trainer.advantage"} & set(changed)
+    refused = {"trainer.loss", "trainer.advantage", "trainer.optimizer"} & set(changed)
     has_begun = any(run_dir.glob("batches/*.safetensors"))
     is_allowed = new["allow_changes"] == "true" or not has_begun
     remedy = "choose another run_name, or set allow_changes"
