@@ -268,8 +268,9 @@ class SingleTurnEnv:
         ensure(not self.has_text or not self.head, "a prompt that is text takes no system_prompt and no few_shot")
         # Check now that there is what each reward function asks for. Subclasses may have more to give.
         if type(self) is SingleTurnEnv and type(self.rubric) is Rubric:
+            state = self.start(self.dataset[0]) | {"state": None, "replies": []}
             for func, _, objects in self.rubric.parts:
-                pick(func, self.start(self.dataset[0]) | objects | {"state": None})
+                pick(func, state | objects)
 
     def start(self, row):
         """The state of a new rollout."""
@@ -339,9 +340,10 @@ def load_environment(id, args):
     ensure(name not in OURS, f"{name} is a module of this project: give yours another name")
     ours = f"configs.tasks.{name}"
     signal.signal = set_handler  # before the module may take it: from signal import signal
-    is_ours = find_spec(ours) and not find_spec(name)
+    has_ours = Path(__file__).with_name("configs").joinpath("tasks", f"{name}.py").exists()
+    is_ours = has_ours and not find_spec(name)
     module = importlib.import_module(ours if is_ours else name)
-    if not hasattr(module, "load_environment") and find_spec(ours):
+    if not hasattr(module, "load_environment") and has_ours:
         module = importlib.import_module(ours)  # e.g. the package reasoning_gym has no such function
     env = module.load_environment(**args)
     if isinstance(env, SingleTurnEnv):

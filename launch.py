@@ -109,7 +109,7 @@ def plan(cfg, machine):
             own["OMP_NUM_THREADS"] = num_threads(machine, 2 * len(ports))
         roles.append(Role(f"inference{i or ''}", [*command, "--port", str(port)], env | own))
 
-    first = min(num_served, len(gpus) - num)  # the last GPUs, which it shares if there are too few
+    first = min(num_served, len(gpus) - num)  # those after vLLM's; it shares the last ones if there are too few
     is_small = machine.model_size < 32 << 20
     own = {
         "CUDA_VISIBLE_DEVICES": ",".join(gpus[first : first + num]),

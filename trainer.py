@@ -1184,7 +1184,8 @@ def check_policy(policy, cfg):
 def canary_rows(batch, cfg):
     """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
-    room = budget // (len(CANARY) * len(cfg.inference.urls)) - SAID
+    num_servers = max(1, len(cfg.inference.urls))  # 0 on a second node, which knows of none
+    room = budget // (len(CANARY) * num_servers) - SAID
     longest = min(room, cfg.run.max_seq_len // 2)
     stride = -(-len(batch.sequences) // len(CANARY))
     rows = []

@@ -102,7 +102,7 @@ def policy(models, tmp_path_factory):
     return trainer.build_policy(load_config(path))
 
 
-@pytest.mark.parametrize("block", some(range(10), 2))
+@pytest.mark.parametrize("block", some(range(10), 1))
 def test_random_mixes(block, policy, models, tmp_path, monkeypatch):
     tokenizer = transformers.AutoTokenizer.from_pretrained(models["untied"])
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda path, **_: tokenizer)

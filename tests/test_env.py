@@ -494,6 +494,17 @@ def test_environments_load_by_name(tmp_path, monkeypatch):
         load_environment("no-such-task", {})
 
 
+def test_a_task_of_ones_own_needs_no_folder_of_ours(tmp_path):
+    """Nor does it lack what the server says: `replies` comes with the rollout."""
+    (tmp_path / "configs" / "runtime").mkdir(parents=True)
+    (tmp_path / "env.py").write_text((ROOT / "env.py").read_text())
+    task = "from env import *\n\ndef r(replies):\n    return len(replies)\n\n"
+    task += "def load_environment():\n    return SingleTurnEnv([{'question': '?'}], rubric=Rubric([r]))\n"
+    (tmp_path / "mine.py").write_text(task)
+    code = "import env; env.load_environment('mine', {})"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+
+
 def test_env_needs_no_torch_and_no_side_effects():
     code = "import sys; import env; assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
     code += "import configs, orchestrator; assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"

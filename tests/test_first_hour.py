@@ -229,7 +229,8 @@ def test_the_readme_quotes_what_is_printed():
 @pytest.mark.long
 @pytest.mark.slow
 def test_two_nodes_and_two_servers(models, tmp_path):
-    """Two torchrun agents, as on two machines; launch.sh starts one of them, and neither of the two servers."""
+    """Two torchrun agents, as on two machines; launch.sh starts one of them, and neither of the two servers,
+    which only rank 0 knows."""
     toml = write_run(tmp_path, models["untied"], 3, '{ kind = "noise" }')
     urls = []
     servers = []
@@ -243,12 +244,12 @@ def test_two_nodes_and_two_servers(models, tmp_path):
             urls.append(f"http://127.0.0.1:{port}")
             wait_for(urls[-1], servers[-1], log)
         port = str(free_port())
-        more = ["trainer.replicas=2", f"inference.urls={json.dumps(urls)}", "trainer.micro_batch_size=2"]
+        more = ["trainer.replicas=2", "trainer.micro_batch_size=2"]
         agent = [sys.executable, *"-m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 1".split()]
         agent += ["--master-addr", "127.0.0.1", "--master-port", port, "trainer.py", str(toml), *more]
         second = start(agent, tmp_path / "second", ROLEMODEL_RUN_ID="big", OMP_NUM_THREADS="1")
         nodes = {"ROLEMODEL_RUN_ID": "big", "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        done = launch(toml, *more, **nodes)
+        done = launch(toml, *more, f"inference.urls={json.dumps(urls)}", **nodes)
         assert second.wait(60) == 0, (tmp_path / "second").read_text()
         assert "done in" in done.stdout and lines(tmp_path / "run" / "metrics.jsonl")[-1]["version"] == 3
         asked = [httpx.get(f"{url}/health").json() for url in urls]

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -1375,14 +1376,18 @@ def test_another_optimizer(make_cfg, models, tmp_path):
     same(grads, {f"model.{name}": before[name] - after[name] for name in after})
 
 
-def test_a_mistake_in_a_hook_is_named_and_no_death(make_cfg, tmp_path):
+@pytest.mark.parametrize("returned, error", [
+    ("micro['no_such_N'], {}", "KeyError: 'no_such_N'"),
+    ("logp_N + logp_N[1:], {}", "RuntimeError: The size of tensor a .*"),
+])  # fmt: skip
+def test_a_mistake_in_a_hook_is_named_and_no_death(returned, error, make_cfg, tmp_path):
     """The exit code says that it is for the user to mend, the last line where."""
     make_cfg()
-    (tmp_path / "mine.py").write_text("def loss(micro, logp_N, entropy_N):\n    return micro['no_such_N'], {}\n")
+    (tmp_path / "mine.py").write_text(f"def loss(micro, logp_N, entropy_N):\n    return {returned}\n")
     saved = write_batches(tmp_path / "saved", 1)
     more = [f"output_dir={tmp_path}", "--replay", saved, "trainer.loss=mine:loss"]
     done = run_trainer(tmp_path / "test.toml", *more, check=False)
-    assert done.returncode == 4 and "exit=4 KeyError: 'no_such_N' in loss, mine.py:2\n" in done.stderr
+    assert done.returncode == 4 and re.search(f"exit=4 {error} in loss, mine.py:2\n", done.stderr)
     assert "Traceback" in done.stderr
 
 
@@ -1513,6 +1518,11 @@ def test_200_syncs_of_two_ranks_that_are_never_in_step(make_cfg, fake_servers, t
     (tmp_path / "test.toml").write_text(more + (tmp_path / "test.toml").read_text())
     torchrun(2, "--syncs", tmp_path / "test.toml", ROLEMODEL_RUN_ID="run")
     assert (tmp_path / "test" / "version").read_text() == "199"
+
+
+def test_a_node_that_knows_no_server_takes_part_in_the_canary(make_cfg, tmp_path):
+    batch = batch_of(tmp_path, make_sequences())
+    assert len(trainer.canary_rows(batch, make_cfg("inference.urls=[]"))) > 0
 
 
 def test_the_canary_asks_for_the_plain_distribution(make_cfg):

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from configs import load_config, to_toml
 from configs.serving import adapters
 from orchestrator import save_batch
-from tools import advice, plot, show, watch
+from tools import advice, plot, show, track, watch
 from tools.show import eval_statistics
 
 TALK = {
@@ -389,6 +389,18 @@ def test_a_live_run_is_followed_until_it_is_done_or_sigterm(is_done, tmp_path):
         assert re.findall(r"rollout of step (\d+):", out) == ["10", "15", "20"] and "check:" not in out
         assert [line["step"] for line in lines(run / "watch.jsonl")] == list(range(21))
         assert out.splitlines()[-1].startswith("time: ") and " of 15 s;" in out
+
+
+def test_another_tracker_gets_all_of_a_run(tmp_path):
+    run = write_steps(tmp_path, range(2))
+    for name, sent in (("tensorboard", -1), ("tensorboard", 2), ("trackio", -1)):
+        tracker = track.Tracker.__new__(track.Tracker)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(track.KINDS, name, lambda *_: None)
+            tracker.__init__(name, run, {})
+        assert tracker.sent.get("metrics", -1) == sent
+        tracker.sent["metrics"] = 2
+        tracker.write()
 
 
 @pytest.mark.parametrize("tool", ["watch", "plot", "show"])

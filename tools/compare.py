@@ -492,7 +492,9 @@ def main(argv):
     parser.add_argument("--arm", action="append", default=[], metavar="'[NAME:] key=value ...'")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (3); at least 5 show more")
     parser.add_argument("--jobs", type=int, default=0, help="runs at once (1 on GPUs, else half of the cores)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default: outputs/<run_name>-compare")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="default: outputs/<run_name>-compare, or -compare-replay"
+    )
     parser.add_argument("--threshold", type=float, default=0.8, metavar="SCORE")
     parser.add_argument("--replay", type=Path, metavar="DIR", help="train on saved batches, without a server")
     parser.add_argument("--runs", nargs="+", metavar="NAME=path", help="compare runs that are there already")

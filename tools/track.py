@@ -114,9 +114,11 @@ class Tracker:
 
     def __init__(self, name, run, config):
         self.file = run / "tracker.json"
-        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}  # and the last number sent, for each kind of line
-        if self.file.exists():
-            self.sent |= json.loads(self.file.read_text())
+        # And the last number sent, for each kind of line.
+        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}", "tracker": name}
+        known = json.loads(self.file.read_text()) if self.file.exists() else {}
+        if known.get("tracker", name) == name:  # another tracker gets all of it
+            self.sent |= known
         self.write()  # another attempt must find the id
         config = redacted(config) | {"id": self.sent["id"]}
         project = os.environ.get("WANDB_PROJECT") or "rolemodel"

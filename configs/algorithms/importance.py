@@ -62,6 +62,6 @@ def geometric_mask(micro, logp_N, low=0.99, high=1.01):
 
 def off_policy_mask(micro, logp_N, high=0.5):
     """0 if A < 0 and the mean of log(mu / pi) over the sequence is above high, otherwise 1: a bad sequence that the
-    policy would hardly draw any more is left alone (DeepSeek-V3.2, 2512.02556; the default is TRL's)."""
+    policy would hardly draw any more is left alone (DeepSeek-V3.2, 2512.02556; 0.5 is TRL's example)."""
     sum_N, len_N = over_sequences(micro, -log_ratio(micro, logp_N))
     return ((micro["adv_N"] >= 0) | (sum_N / len_N <= high)).to(logp_N)

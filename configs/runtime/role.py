@@ -14,7 +14,7 @@ from pathlib import Path
 CONFIG = 2  # the configuration is wrong
 DIED = 3  # a role died or hung
 DATA = 4  # the task or its data are wrong
-NUMERICS = 5  # numbers are not finite, or trainer and servers disagree
+NUMERICS = 5  # gradients or weights are not finite, or the KL is above 1
 STORAGE = 6  # the disk is full or fails
 STORAGE_ERRORS = r"(Errno|os error) (5|13|17|20|28|30|122)\b"  # EIO, EACCES, EEXIST, ENOTDIR, ENOSPC, EROFS, EDQUOT
 PR_SET_PDEATHSIG = 1
@@ -99,7 +99,7 @@ def exit_code(error, text):
         return code
     if re.search(STORAGE_ERRORS, text):  # safetensors has the system's error number in the text alone
         return STORAGE
-    is_mistake = isinstance(error, LookupError | TypeError | ValueError | AttributeError | NameError)
+    is_mistake = isinstance(error, Exception) and not isinstance(error, OSError)  # a lost connection is one
     return DATA if is_mistake and place_of(error) else DIED
 
 
