@@ -760,6 +760,7 @@ async def run(cfg):
                 shares = Counter(itertools.islice(slots, num_groups))
                 work = produce(n, shares, previous, evaluation, envs, orders, client, running, run_dir, cfg)
                 previous = [tasks.create_task(work)]
+    await client.session.close()
 
 
 async def produce(n, shares, previous, evaluation, envs, orders, client, running, run_dir, cfg):
