@@ -250,6 +250,8 @@ async def guard(rollouts, work, timeout_s):
         try:
             for _ in range(60):  # a run that is suspended loses a sixtieth of its time, with asyncio.timeout all of it
                 await asyncio.wait([task], timeout=timeout_s / 60)
+                if task.done():
+                    break
         finally:
             is_late = task.cancel()
             await asyncio.wait([task])

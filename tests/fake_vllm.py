@@ -32,6 +32,7 @@ import signal
 import sys
 import time
 import zlib
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,7 +147,7 @@ class Server(WeightReceiver):
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(dtype=dtype), lora_config=lora)
         self.lock = asyncio.Lock()
         self.is_asleep = False
-        self.num_requests = self.most = self.now = 0  # `most` and `now` are under way at once
+        self.counts = Counter()  # requests; `most` and `now` are under way at once
         self.running = asyncio.Event()
         self.running.set()
 
@@ -172,13 +173,13 @@ class Server(WeightReceiver):
         return web.Response(status=200 if found else 404)
 
     async def health(self, request):
-        found = {"requests": self.num_requests, "most": self.most, "paused": not self.running.is_set()}
+        found = {"requests": self.counts["all"], "most": self.counts["most"], "paused": not self.running.is_set()}
         return web.json_response(found | {"syncs": self.model_runner.num_syncs})
 
     async def fake(self, request):
         FAKE.clear()
         FAKE.update(await request.json())
-        self.num_requests = self.most = self.now = 0
+        self.counts = Counter()  # requests of a test before this one still count down the old one
         return web.json_response({})
 
     async def pause(self, request):
@@ -290,13 +291,14 @@ class Server(WeightReceiver):
         if log := FAKE.get("log"):
             with open(log, "a") as f:
                 f.write(json.dumps(body) + "\n")
-        self.num_requests += 1
-        self.now += 1
-        self.most = max(self.most, self.now)
+        counts = self.counts
+        counts["all"] += 1
+        counts["now"] += 1
+        counts["most"] = max(counts["most"], counts["now"])
         try:
-            fault = FAKE.get(f"generate {self.num_requests}")
+            fault = FAKE.get(f"generate {counts['all']}")
             every, seconds = FAKE.get("slow", (10**9, 0))
-            slow = seconds if self.num_requests % every == 0 else 0
+            slow = seconds if counts["all"] % every == 0 else 0
             if fault == "500":
                 return web.json_response({"error": "fault asked for"}, status=500)
             if fault == "exit":
@@ -312,7 +314,7 @@ class Server(WeightReceiver):
                 await asyncio.sleep(begun + FAKE["total_s"] + slow - time.monotonic())
             return reply
         finally:
-            self.now -= 1
+            counts["now"] -= 1
 
     def refusal(self, body):
         """What vLLM says to a prompt that is too long, and to tools if it has no parser; otherwise None."""

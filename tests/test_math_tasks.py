@@ -280,8 +280,13 @@ def test_it_dies_with_its_caller(box):
     program = "from configs.environments.sandbox import Sandbox; "
     program += f"Sandbox(timeout_s=60).run('#' + '{marker[:16]}' + '{marker[16:]}' + '\\nwhile 1: pass')"
     caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
+
+    def runs():
+        names = [Path(f"/proc/{pid}/comm") for pid in survivors(marker)]
+        return any(name.exists() and name.read_text().startswith("python") for name in names)
+
     try:
-        wait_until(lambda: survivors(marker))
+        wait_until(runs)  # before, setpriv may not have asked for its parent's death yet
     finally:
         os.kill(caller.pid, signal.SIGKILL)
         caller.wait()

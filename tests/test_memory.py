@@ -44,8 +44,7 @@ KEPT = "trainer.gradient_checkpointing=false"
 CASES = {
     "full": [FULL],
     "two ranks": [FULL, "trainer.gpus=2"],
-    "LoRA": [LORA, "trainer.lora_rank=8"],
-    "compiled": [LORA, "trainer.lora_rank=8", "trainer.compile=true"],
+    "LoRA": [LORA, "trainer.lora_rank=8", "trainer.compile=true"],
     "larger": [LORA, "trainer.micro_batch_size=8"],
     "kept": [LORA, KEPT],
     "half": [LORA, "inference.args.gpu_memory_utilization=0.5"],
@@ -112,7 +111,7 @@ def test_what_is_left_of_vllms_share_is_its_cache(needed):
 
 def test_it_says_which_key_to_turn(needed, tmp_path, config_only):
     assert needed["LoRA"]["problems"] == []
-    assert (needed["LoRA"]["tight"], needed["compiled"]["tight"]) == (1, 0)  # compiled it needs a tenth less
+    assert (needed["larger"]["tight"], needed["LoRA"]["tight"]) == (1, 0)  # compiled it needs a tenth less
     assert needed["LoRA"]["small"][0].endswith(": trainer.micro_batch_size or max_seq_len lower")
     assert ": trainer.use_lora = true, or more trainer.gpus, or trainer.offload" in needed["full"]["small"][0]
     assert "trainer.gradient_checkpointing = true" in needed["kept"]["small"][0]

@@ -597,7 +597,7 @@ def test_what_wandb_may_have_lost_is_sent_again(tmp_path, monkeypatch):
     process.kill()
     process.communicate()
     sent = json.loads((run / "tracker.json").read_text())
-    assert sent.keys() == {"id"}
+    assert sent.keys() == {"id", "tracker"}
     watch.main([str(run), "--once"])
     assert json.loads((run / "tracker.json").read_text()) == sent | {"metrics": 6, "eval/task": 0, "rollouts": 0}
 
