@@ -117,7 +117,7 @@ def test_what_fails_is_said(made_run, monkeypatch, capsys):
     follower = watch.Watch(made_run, None, False)
     follower.first_rows["task"] = [1.0]
     follower.write_last_page()
-    assert "warning: page.html was not written (exit=2)" in capsys.readouterr().out
+    assert "warning: page.html lacks the last steps (exit=2, see watch.log): " in capsys.readouterr().out
 
 
 def test_size_limits():

@@ -420,7 +420,8 @@ class Watch:
             self.page.wait()
         self.write_page()
         if self.page.wait():
-            say(f"warning: page.html was not written (exit={self.page.returncode}); the log of this role says why")
+            again = shlex.join([from_root(sys.executable), "tools/page.py", from_root(self.run)])
+            say(f"warning: page.html lacks the last steps (exit={self.page.returncode}, see watch.log): {again}")
 
     def track(self, method, *args):
         """Calls the tracker, which is other people's code and perhaps a network. If it fails, the rest goes on."""
