@@ -127,6 +127,7 @@ print("it fits")
 """
 
 
+@pytest.mark.long
 def test_a_micro_batch_that_does_not_fit_is_reported_before_step_1(make_cfg, tmp_path):
     """512,000 tokens in 600 MiB."""
     make_cfg()

@@ -48,6 +48,7 @@ def copy_of_the_repository(to):
 # --- the README -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_readmes_patches_run(models, tmp_path):
     """A run with both of them, without tools/; each leaves a trace. test_changes.py has those of configs/README.md."""
     root = copy_of_the_repository(tmp_path / "copy")

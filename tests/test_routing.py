@@ -98,7 +98,8 @@ def test_experts_of_its_own_change_nothing(family, recompute, mixture, make_cfg,
     assert all(found[0][1][name].abs().max() > 0 for name in found[0][1] if name.endswith("gate.weight"))
 
 
-@pytest.mark.parametrize("recompute", ["true", pytest.param("false", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["true", "false"])
 def test_compiled(recompute, mixture, make_cfg, tmp_path, monkeypatch):
     """Compiled blocks take the experts of the micro-batch at hand, and not those of the one they were compiled with."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

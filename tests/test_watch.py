@@ -209,7 +209,7 @@ def test_the_result_is_served_as_the_run_served_it(tmp_path):
 
 
 @pytest.mark.real
-@pytest.mark.parametrize("rank", some([0, 12], 1))
+@pytest.mark.parametrize("rank", some([0, 12], 0))
 def test_the_printed_commands_run(rank, models, tmp_path, capsys):
     """Both as they are, by a shell in the repository's directory, but on a port of their own. The run made a model, or
     an adapter, for a task with tools."""
