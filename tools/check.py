@@ -2,8 +2,7 @@
 trainer.py, with servers up and after orchestrator.py has looked at the environments.
 
 It prints a line per check: PASS, or FAIL with what to change. The exit code is 2 or 3 if training is impossible or
-would be wrong, 4 if there is little to learn from a task, or if the chat
-template makes every turn fork.
+would be wrong, 4 if there is little to learn from a task, or if the chat template makes every turn fork.
 
     torchrun tools/check.py config.toml [table.key=value ...] max_steps=0"""
 

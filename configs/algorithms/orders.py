@@ -137,7 +137,7 @@ class ByParts(Order):
         for r in rollouts:
             if r.reward is not None:
                 length = r.num_tokens if r.reward > 0 else 0
-                parts = tuple(r.metrics[name] for name, weight in sorted(r.reward_weights.items()) if weight)
+                parts = tuple(r.metrics.get(name) for name, weight in sorted(r.reward_weights.items()) if weight)
                 seen.add(length if is_brief else parts)
         return "" if reason == "flat" and len(seen) > 1 else reason
 
