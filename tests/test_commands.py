@@ -212,10 +212,10 @@ def test_an_exit_code_loses_the_rollout_unless_it_is_forgiven(how):
 @both
 def test_a_hang_is_scored_at_its_time_limit_and_nothing_survives(how, mark):
     began = time.monotonic()
-    for state in play([*PYTHON, "hangs", mark], num=3, time_limit=2.0, **how):
+    for state in play([*PYTHON, "hangs", mark], num=3, time_limit=6.0, **how):
         assert state["agent"]["requests"] == 1 and state["result"] is None
     assert not having(mark)
-    assert 2 <= time.monotonic() - began < 8
+    assert 6 <= time.monotonic() - began < 60
 
 
 @both
