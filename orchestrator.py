@@ -2,14 +2,15 @@
 
     python orchestrator.py config.toml            # beside a server and trainer.py; launch.sh does this
 
-Batch, step and version count the same thing: step n trains on batch n and turns version n of the policy into n + 1.
+Batch, step and version share one number: step n trains on batch n and turns version n of the policy into n + 1.
 
     batch n   starts when version n - S is live (S = max_staleness), so no rollout made for it is older than S versions
+              (groups that an order adds may be)
     step n    starts when the file of batch n exists
     version n is live once the trainer has written n to the file `version`
 
-A group from which nothing can be learned is replaced by the next row's. Which row is next is a function of (seed,
-index); every batch file carries the sampler state, the indices that are issued but not committed.
+A group from which nothing can be learned is replaced by the next row's. The row of an index is a function of (seed,
+index); every batch file carries the sampler state: above all the indices that are issued but not committed.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ from env import DataError, Truncated, call, checked_score, ensure, finite, load_
 
 FULL = ("maximum context length", "max_tokens must be at least 1")  # what vLLM answers to a prompt that is too long
 # The answer to one request. raw: the rest of the reply, with finish_reason, stop_reason and usage. is_cut: it ended at
-# a limit of tokens. versions: live when it was asked, and when it had answered.
+# a limit of the run's. versions: live when it was asked, and when it had answered.
 Reply = namedtuple("Reply", "message prompt_ids ids logps raw is_cut versions")
 
 
@@ -58,9 +59,9 @@ class Client:
         self.cfg = cfg
         self.version = -1
         self.file = run_directory(cfg) / "version"
-        self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, with other weights
+        self.attempt = os.urandom(4).hex()  # a restarted trainer reaches a version again, perhaps with other weights
         self.evaluating = asyncio.Lock()  # evaluations do not overlap
-        connector = aiohttp.TCPConnector(limit=0)  # orchestrator.max_concurrent is the limit
+        connector = aiohttp.TCPConnector(limit=0)  # orchestrator.max_concurrent limits the rollouts
         self.session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(), connector=connector)
 
     async def until(self, version):
@@ -99,13 +100,13 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
     the run's. Raises Truncated if max_seq_len is reached."""
     cfg = client.cfg
     live = client.version
-    # HACK HERE: how the policy is sampled. The server cuts max_tokens to what max_seq_len leaves.
+    # HACK HERE: how the policy is sampled. vLLM cuts max_tokens to what max_seq_len leaves.
     body = cfg.sampling._asdict() | override
     most = body["max_tokens"]
     body |= own
     body["max_tokens"] = min(most, body["max_tokens"])
-    del body["allow_biased_sampling"]
-    # A model's generation_config.json may have other penalties.
+    del body["allow_biased_sampling"]  # ours, not vLLM's
+    # A model's generation_config.json may set these penalties.
     body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "return_token_ids": True, "user": user}
     body["cache_salt"] = f"{client.attempt}.{live}"  # keys and values of another version are not reused
     body["model"] = configs.served_name(cfg, live)
@@ -125,7 +126,7 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
         sent = choice["message"]
         if stop_string(choice):
             sent["content"] = (sent["content"] or "") + stop_string(choice)
-        # All of it: what vLLM's parsers took out of the content belongs in the next prompt, too.
+        # All fields: what vLLM's parsers took out of the content belongs in the next prompt, too.
         message = {key: value for key, value in sent.items() if value}
         message.setdefault("content", "")
         prompt_ids = reply.pop("prompt_token_ids")
@@ -135,11 +136,11 @@ async def sample(client, group, prompt, tools=None, user="", own=(), **override)
     ensure(are_logps and len(ids) == len(logps), f"the server sent {len(ids)} ids with logprobs {logps}")
     reason = choice["finish_reason"]
     ensure(reason in ("stop", "length", "tool_calls"), f"the server ended its answer for the reason {reason!r}")
-    # A tool call that the parser found masks that the answer was cut off after it.
+    # A tool call that the parser found hides that the answer was cut off after it.
     is_full = len(ids) >= min(most, cfg.run.max_seq_len - len(prompt_ids))
     is_cut = reason == "length" or (reason == "tool_calls" and is_full)
     if len(ids) == body["max_tokens"] < most:
-        is_cut = False  # the agent asked for no more
+        is_cut = False  # the environment asked for no more
     return Reply(message, prompt_ids, ids, logps, reply, is_cut, [live, client.version])
 
 
@@ -178,7 +179,7 @@ class Rollout:
 Group = namedtuple("Group", "env index row rollouts dropped")
 
 WRITER = ThreadPoolExecutor(1)  # of batches
-SEE_MORE = ("advantages:gdpo", "advantages:brief")  # than a group's rewards, which may be equal
+LEARN_FROM_EQUAL = ("advantages:gdpo", "advantages:brief")  # they look at more than a rollout's reward
 # What a turn that is trained may ask for: it leaves the distribution as it is.
 UNBIASED = {"stop", "max_tokens", "parallel_tool_calls", "tool_choice", "chat_template_kwargs"}
 TALK = ("prompt", "completion", "answer", "info")  # what rollouts.jsonl has of a state
@@ -193,7 +194,7 @@ DTYPES["routes"] = np.int16
 def extend_or_fork(sequences, prompt_ids, ids, logps, turn, agent="", trainable=True):
     """Token ids are the truth: a turn extends the sequence whose ids are the longest beginning of its prompt. If none
     is (a template that drops <think>, text that is tokenized differently, another conversation), the rollout forks: a
-    new sequence begins. Two agents never share one, nor do trainable and other turns."""
+    new sequence begins, with the whole prompt. Two agents never share one, nor do trainable and other turns."""
     who = (agent, trainable)
     same = [s for s in sequences if (s["agent"], s["trainable"]) == who]
     fitting = [s for s in same if s["tokens"] == prompt_ids[: len(s["tokens"])]]
@@ -236,8 +237,8 @@ def describe(error, most=400):
 
 
 async def guard(rollouts, work, timeout_s):
-    """The only place where user code and HTTP may fail: the rollouts are lost then, and counted by r.error. The work is
-    a task of its own, since user code may cancel the one that it runs in."""
+    """The only place where an environment's code and HTTP may fail: the rollouts are lost then, and counted by r.error.
+    The work is a task of its own, since user code may cancel the one that it runs in."""
 
     async def attempt():
         try:
@@ -278,8 +279,8 @@ async def run_rollout(env, row, ask, step, cfg):
     o = cfg.orchestrator
 
     async def generate(prompt, tools=None, agent="", trainable=True, whole=False, **own):
-        """What the environment calls for each turn of the policy. Returns its message, or the `whole` reply."""
-        # vLLM forces the form of any other choice, and of a tool with `strict`.
+        """What the environment calls for each turn of the policy. Returns its message or, if whole, the reply."""
+        # vLLM forces the form of any other tool_choice, and of a tool with `strict`.
         is_free = own.get("tool_choice", "auto") in ("auto", "none")
         is_free = is_free and not any(tool["function"].get("strict") for tool in tools or ())
         what = f"generate(): {own} or a tool's `strict` may bias what is said: set trainable=False"
@@ -287,13 +288,13 @@ async def run_rollout(env, row, ask, step, cfg):
         reply = await ask(prompt, tools, own=own)
         ensure(not is_over, "generate() was still under way when the environment's rollout() ended")
         turn = r.num_turns
-        if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):  # only the server tokenizes
+        if turn == 0 and len(reply.prompt_ids) > (o.max_prompt_len or np.inf):  # known only now: the server tokenizes
             raise Truncated
         extend_or_fork(r.sequences, reply.prompt_ids, reply.ids, reply.logps, turn, agent, trainable)
         r.versions += reply.versions
         r.num_turns += 1
         r.num_tokens += len(reply.ids)
-        r.truncated |= reply.is_cut  # the conversation goes on
+        r.truncated |= reply.is_cut  # but the conversation may go on
         r.state["replies"].append(reply.raw)
         return reply.raw if whole else reply.message
 
@@ -301,8 +302,8 @@ async def run_rollout(env, row, ask, step, cfg):
         nonlocal is_over
         # 1. The conversation.
         state = env.start(row)
-        is_free = isinstance(state, dict) and "replies" not in state
-        ensure(is_free, f"start returned {str(state)[:200]}, not a dict without 'replies', which come from the server")
+        is_valid = isinstance(state, dict) and "replies" not in state
+        ensure(is_valid, f"start returned {str(state)[:200]}, not a dict without 'replies', which come from the server")
         r.state |= state | {"step": step, "replies": []}
         try:
             await env.rollout(r.state, generate)
@@ -320,11 +321,11 @@ async def run_rollout(env, row, ask, step, cfg):
         for sequence in r.sequences:
             check_fields(sequence)
             if r.truncated and o.mask_truncated_completions:
-                sequence["mask"] = np.zeros_like(sequence["mask"])
+                sequence["mask"] = np.zeros_like(sequence["mask"])  # of all turns
         await add_rewards(r, env.rubric.score)
 
     await guard([r], play(), o.generation_timeout)
-    if not r.error:  # a silent server loses rollouts, too; generation_timeout is shorter than the watchdog's
+    if not r.error:  # a lost rollout is no sign of life: with a server that is silent all are lost, one by one
         heartbeat()
     return r
 
@@ -365,8 +366,8 @@ async def run_group(env, row, size, ask, step, cfg, running):
             r.metrics |= metrics
 
     await guard(scored, score_together(), o.generation_timeout)
-    for r in scored:  # unless score_group failed, and they are lost
-        if o.zero_truncated_completions and r.truncated and r.reward is not None:
+    for r in scored:
+        if o.zero_truncated_completions and r.truncated and r.reward is not None:  # None if score_group failed
             r.reward = 0.0
             r.turn_rewards = None
             r.agent_rewards = {}
@@ -439,7 +440,7 @@ class Order:
         return []
 
     def commit(self, group):
-        """A group is in a committed batch."""
+        """A group's batch is about to be committed, with it or, if it was dropped, without it."""
         self.open.discard(group.index)
 
     def count(self, group):
@@ -587,14 +588,14 @@ def as_text(value, form=repr):
 
 async def commit_batch(step, groups, extra, orders, run_dir, cfg):
     """Writes rollouts.jsonl, then the file whose rename makes the batch exist. extra: groups of earlier batches, or
-    demonstrations, which are in that file alone."""
+    demonstrations, which go into the batch alone."""
     sequences = []
     for group in groups + extra:
         orders[group.env].commit(group)
         for i, r in enumerate(group.rollouts):
             if r.reward is None or group.dropped:
                 continue
-            about = metadata_of(group, i) | {"staleness": step - min(r.versions)}
+            about = metadata_of(group, i) | {"staleness": step - min(r.versions)}  # demonstrations have a version, too
             for s in r.sequences:
                 reward = r.agent_rewards.get(s["agent"], r.reward)
                 sequences.append(about | s | {"reward": reward})
@@ -720,26 +721,26 @@ def prepare(cfg):
 
 
 async def run(cfg):
-    """Batches from the last committed one to max_steps, and evaluations. Only RunError or a bug of ours ends it."""
+    """Batches after the last committed one, and evaluations. Only RunError or a bug, ours or an order's, ends it."""
     # 1. What can be wrong is found before the launcher starts a server.
     o = cfg.orchestrator
     run_dir = run_directory(cfg)
     envs = prepare(cfg)
     text = configs.to_toml(cfg)
     report_changes(run_dir, text)
-    step, start, state = resume(run_dir, cfg)
+    step, start, samplers = resume(run_dir, cfg)
     make_order = configs.find(o.order, {"": Order})
     drops_flat = getattr(make_order, "keep", None) is Order.keep
     what = f"{cfg.trainer.advantage} learns from groups of equal rewards: set orchestrator.order = orders:ByParts"
-    require(not drops_flat or cfg.trainer.advantage not in SEE_MORE, CONFIG, what)
+    require(not drops_flat or cfg.trainer.advantage not in LEARN_FROM_EQUAL, CONFIG, what)
     orders = {}
     for name, env in envs.items():
-        known = state.get(name)
+        known = samplers.get(name)
         orders[name] = make_order(env.dataset, cfg, known, **o.order_args)
         orders[name].env = name
     write_config(run_dir, text)
     report("[orchestrator] ready")  # the launcher now starts the servers
-    gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the time
+    gc.freeze()  # otherwise collections, which walk all of transformers, take two fifths of the processor's time
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(256))  # for user code
     client = Client(cfg)
     # 2. One task for each batch, S versions ahead of the trainer; evaluations run beside them.
@@ -747,10 +748,10 @@ async def run(cfg):
     num_groups = o.batch_size // o.rollouts_per_example
     slots = deal({env.name: env.ratio for env in cfg.env})
     slots = itertools.islice(slots, start * num_groups, None)
-    previous = []  # the task that commits the batch before
+    previous = []  # the task of the batch before, which ends with its commit
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date, and ends last
-        for n in range(step, cfg.run.max_steps + 1):  # existing batches may lack their evaluations
+        tasks.create_task(client.until(cfg.run.max_steps))  # keeps client.version up to date
+        for n in range(step, cfg.run.max_steps + 1):  # versions whose batch exists may lack their evaluation
             evaluation = None
             every = cfg.eval.every
             if every and (n % every == 0 or n == cfg.run.max_steps):
@@ -790,12 +791,12 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
         from configs.algorithms.orders import oversample
 
         fill_with = oversample
-    work = []
+    fills = []
     for name, num in shares.items():
-        work.append(fill_with(orders[name], num, n, functools.partial(job, name)))
-    groups = sum(await asyncio.gather(*work), [])
+        fills.append(fill_with(orders[name], num, n, functools.partial(job, name)))
+    groups = sum(await asyncio.gather(*fills), [])
     await asyncio.gather(*previous)  # commits are in order
-    if evaluation:  # without batch n the trainer stays at version n, which is being evaluated
+    if evaluation:  # it is of version n, at which the trainer stays as long as it has no batch n
         await client.until(n)
         await asyncio.wait([evaluation], timeout=cfg.eval.hold_s)
     extra = []
@@ -805,7 +806,7 @@ async def produce(n, shares, previous, evaluation, envs, orders, client, running
 
 
 def main(argv):
-    """argv: config.toml [table.key=value ...]. The loop is never closed: that would wait for user code in threads."""
+    """argv: config.toml [table.key=value ...]. Not asyncio.run, which would wait for user code in threads."""
     cfg = configs.arguments(__doc__, argv)
     asyncio.new_event_loop().run_until_complete(run(cfg))
 

@@ -11,9 +11,9 @@
     python trainer.py config.toml --replay outputs/run/batches trainer.loss=grpo    # saved batches, no server, one rank
 
 The algorithm is GRPO's: the log-probability of every token that earned a reward is weighted by that reward minus the
-mean of its group. Every token counts the same, whatever the length of its answer. The division by the group's standard
-deviation and the KL to a reference are left out (trainer.advantage and trainer.beta bring them back). In place of PPO's
-clip the default loss, CISPO, caps the importance weight, so that no token loses its gradient.
+mean of its group. Every token of an optimizer step counts the same, whatever the length of its answer. The division by
+the group's standard deviation and the KL to a reference are left out (trainer.advantage and trainer.beta bring them
+back). In place of PPO's clip the default loss, CISPO, caps the importance weight, so that no token loses its gradient.
 
 Shapes: L tokens of a sequence, T of all sequences in a list, N loss tokens, B rows of W positions, G rollouts in a
 group, D hidden, V vocabulary. logp: the policy being trained; old_logp: the policy that sampled (vLLM's number);
@@ -270,30 +270,31 @@ def full(tensor):
 
 # --- a batch: from the orchestrator's file to padded micro-batches ----------------------------------------------------
 
-# A training sequence is a dict of metadata (env, group, rollout, agent, reward, ...) and per-token fields, tensors [L].
+# A training sequence is a dict of metadata (env, group, rollout, agent, reward, ...) and per-token fields, tensors [L]
+# (routes: [L, layers, k]). Every rank reads the whole batch, and picks its part of each micro-batch by itself.
 Batch = namedtuple("Batch", "sequences info")
-# What is learned from a token: its weights in the terms of the loss (compute_loss). mask is True or False.
+# How much a token counts in each term of the loss (compute_loss). mask is True or False.
 WEIGHTS = ("mask", "ce", "teacher")
 # Widths of micro-batches are multiples of the first number; the second is the fixed cost of a pass, in tokens.
 PADDING = {"cpu": (4, 128), "cuda": (64, 1024)}
 
 
 def load_batch(path, cfg=None, step=None):
-    """Waits for a file that orchestrator.save_batch writes and returns its Batch. cfg and step, unless it is a replay:
-    this run's. Raises RunError if the file is damaged, or belongs to another run or step."""
+    """Waits for a file that orchestrator.save_batch writes and returns its Batch. Raises RunError if it is damaged, or
+    belongs to another run or step; a replay gives no cfg and no step, and takes any."""
     while not path.exists():
         time.sleep(0.01)
     try:
         with safe_open(path, "pt") as file:
             fields = {name: file.get_tensor(name) for name in file.keys()}
             metadata = file.metadata()
-        sequences = json.loads(metadata.get("sequences") or metadata["samples"])
+        sequences = json.loads(metadata.get("sequences") or metadata["samples"])  # as older files call them
         info = json.loads(metadata["info"])
         lens = fields.pop("lens").tolist()
         fields["at"] = torch.arange(sum(lens))  # each token's index in the whole batch
         for name in WEIGHTS:
             weight_T = fields.get(name, torch.zeros(sum(lens)))
-            fields[name] = weight_T.nan_to_num()  # nan: this sequence lacks a field that others in the file have
+            fields[name] = weight_T.nan_to_num()  # nan: its sequence lacks a field that others have
         for name, values_T in fields.items():
             for sequence, values in zip(sequences, values_T.split(lens)):
                 sequence[name] = values
@@ -305,29 +306,29 @@ def load_batch(path, cfg=None, step=None):
     for i, s in enumerate(sequences):
         s.setdefault("trainable", True)
         s.setdefault("temperature", 1.0)  # demonstrations were not sampled
-        s.setdefault("rollout", f"sequence {i}")  # a demonstration has neither group nor reward
+        s.setdefault("rollout", f"sequence {i}")  # demonstrations may have none
         # Sequences with the same key share a baseline.
         s["baseline_key"] = (s.get("env"), s.get("group"), s.get("agent", ""))
-    return Batch(sequences, {"max_tokens": max(lens)} | info | {"num_tokens": sum(lens)})
+    return Batch(sequences, {"max_tokens": max(lens)} | info | {"num_tokens": sum(lens)})  # info's max_tokens, if any
 
 
 def partition_by_length(lens, budget, ranks, multiple, overhead):
-    """Lengths of sequences -> passes, each with a padded micro-batch on every rank: lists of indices, shortest
-    sequences first.
+    """Lengths of sequences -> passes: lists of indices, shortest sequences first. A pass is one padded micro-batch on
+    every rank.
 
     A rank gets every ranks-th row of a pass, at most `budget` padded tokens or a single row, so that it costs all ranks
-    the same. Widths are rounded up to a multiple, which leaves few different shapes. Dynamic
-    programming over the sorted lengths finds the least padded area per rank, plus `overhead` tokens for each pass."""
+    about the same. Widths are rounded up to a multiple, so that few differ. Dynamic programming over the sorted lengths
+    finds the least padded area of the rank that has most, plus `overhead` tokens for each pass."""
     order = np.argsort(lens, kind="stable")
     widths = -(-np.asarray(lens)[order] // multiple) * multiple
-    cost = np.zeros(len(lens) + 1)  # of the best partition of the first n
+    cost = np.zeros(len(lens) + 1)  # [n]: of the best partition of the n shortest
     start = np.zeros(len(lens) + 1, dtype=int)  # where its last pass begins
     for end, width in enumerate(widths, 1):
         most = ranks * max(1, budget // width)
-        rows = np.arange(min(end, most), 0, -1)
-        costs = cost[end - rows] + -(-rows // ranks) * width + overhead
+        sizes = np.arange(min(end, most), 0, -1)  # of the last pass
+        costs = cost[end - sizes] + -(-sizes // ranks) * width + overhead
         cost[end] = costs.min()
-        start[end] = end - rows[costs.argmin()]
+        start[end] = end - sizes[costs.argmin()]
     parts = []
     end = len(lens)
     while end:
@@ -344,8 +345,9 @@ def pad(rows, multiple):
 
 
 def collate(sequences, device):
-    """Sequences -> one padded micro-batch, and for each of its N loss tokens, as <name>_N, every per-token field and
-    every number of its sequence. Loss tokens are those with one of WEIGHTS.
+    """Sequences -> one padded micro-batch, with, for each of its N loss tokens, as <name>_N, every per-token field and
+    every number that its sequences have (nan where one has none). Loss tokens are those whose mask, ce or teacher is
+    not 0.
 
     Two sequences, a b c and d e, whose mask is 0 1 1 and 0 1, at a width of 4:
 
@@ -354,8 +356,8 @@ def collate(sequences, device):
         row_N     [0 0 1]                   the row of each
         index_N   [0 1 4]                   each is predicted one position before, in the flattened ids_BW
 
-    If no token has a weight, the last one stands in, with weights of 0, since every rank makes the same passes. A
-    sequence's first token, which nothing predicts, has no weight: save_batch checks it."""
+    If no token has a weight, the last one stands in, with weights of 0, since no rank may skip a pass. A sequence's
+    first token, which nothing predicts, has no weight: orchestrator.save_batch checks it."""
     # 1. Token ids, padded to a common width, and which of them are loss tokens.
     tokens = [s["tokens"] for s in sequences]
     lens = [len(ids) for ids in tokens]
@@ -369,15 +371,15 @@ def collate(sequences, device):
     ids_BW = pad(tokens, multiple)
     are_loss = is_loss_T.split(lens)
     is_loss_BW = pad(are_loss, multiple)
-    # 2. Where they are.
+    # 2. Where the loss tokens are, in the order of the rows.
     row_N, position_N = is_loss_BW.nonzero(as_tuple=True)
     micro = {"ids_BW": ids_BW.long()}
     micro["row_N"] = row_N
     micro["index_N"] = row_N * ids_BW.shape[1] + position_N - 1
-    if "routes" in sequences[0]:  # of all tokens, since each goes through the routers
+    if "routes" in sequences[0]:  # [B, W, layers, k] of all tokens, since each goes through the routers
         routes = [s["routes"] for s in sequences]
-        micro["routes_BTLK"] = pad_sequence(routes, batch_first=True)
-    # 3. Fields have a value for each of them; a number is the same for a whole sequence.
+        micro["routes"] = pad_sequence(routes, batch_first=True)
+    # 3. Fields have a value for each loss token; a number is the same for a whole sequence.
     for name in dict.fromkeys(chain(*sequences)):
         values = [s.get(name) for s in sequences]
         if any(map(torch.is_tensor, values)):
@@ -385,7 +387,7 @@ def collate(sequences, device):
             micro[f"{name}_N"] = x_T[is_loss_T]
             continue
         x_B = torch.tensor([number(x) for x in values])
-        if not x_B.isnan().all():
+        if name == "reward" or not x_B.isnan().all():  # demonstrations have none, and may be alone here
             micro[f"{name}_N"] = x_B[row_N]
     for name, x in micro.items():
         micro[name] = x.to(device)
@@ -393,12 +395,12 @@ def collate(sequences, device):
 
 
 def has_weight(values, suffix=""):
-    """Which tokens of a sequence, or of a micro-batch (suffix "_N"), have a weight in a term of the loss."""
+    """Which tokens of sequences, or of a micro-batch (suffix "_N"), have a weight in a term of the loss."""
     return torch.stack([values[name + suffix] != 0 for name in WEIGHTS]).any(0)
 
 
 def number(x):
-    """x as a float, whole numbers as well; nan if it is none."""
+    """x as a float; nan if it is no number."""
     return float(x) if isinstance(x, int | float) else math.nan
 
 
@@ -408,7 +410,8 @@ def count_weights(sequences, weight):
 
 
 def count_all(sequences, info):
-    """The denominators that losses have: counts of the whole optimizer step, as make_micros says."""
+    """The denominators that losses have: of a whole optimizer step, the tokens with a weight in each term and the
+    sequences with a reward; and max_tokens, the run's limit on an answer."""
     numbers = {f"num_{name}": count_weights(sequences, name) for name in WEIGHTS}
     numbers["num_mask"] = max(1, numbers["num_mask"])
     num_rewarded = sum(s.get("reward") is not None for s in sequences)  # not demonstrations
@@ -416,8 +419,8 @@ def count_all(sequences, info):
 
 
 def make_micros(policy, sequences, info, cfg):
-    """This rank's padded micro-batches, as many as every other rank has. Each carries the counts of the whole optimizer
-    step, over all micro-batches and ranks: sequences with a reward, and tokens with a weight in each term."""
+    """This rank's padded micro-batches, as many as every other rank has. Each carries the counts (count_all) over all
+    micro-batches and ranks; no rank needs to ask for them, since each has all sequences."""
     world = dist.get_world_size()
     numbers = count_all(sequences, info)
     lens = [len(s["tokens"]) for s in sequences]
@@ -425,7 +428,7 @@ def make_micros(policy, sequences, info, cfg):
     micros = []
     for part in partition_by_length(lens, budget, world, *PADDING[policy.device.type]):
         rows = [sequences[i] for i in part[dist.get_rank() :: world]]
-        if not rows:  # every rank takes part in every pass, this one without a weight
+        if not rows:  # every rank takes part in every pass, this rank without a weight
             shortest = sequences[np.argmin(lens)]
             rows = [shortest | {name: torch.zeros_like(shortest[name]) for name in WEIGHTS}]
         micros.append(collate(rows, policy.device) | numbers)
@@ -448,7 +451,7 @@ def check_tokens(policy, sequences):
 ADVANTAGES = {
     "mean": lambda r_G, group: r_G - r_G.mean(),  # Dr. GRPO, 2503.20783
     "std": lambda r_G, group: (r_G - r_G.mean()) / (std(r_G) + 1e-4),  # GRPO, 2402.03300
-    # Then divided by the batch's standard deviation, in compute_advantages (LitePPO, 2508.08221).
+    # compute_advantages then divides by the standard deviation of the batch's rewards (LitePPO, 2508.08221).
     "batch_std": lambda r_G, group: r_G - r_G.mean(),
     "leave_one_out": lambda r_G, group: (r_G - r_G.mean()) * len(r_G) / max(1, len(r_G) - 1),  # RLOO, 2402.14740
 }
@@ -470,7 +473,8 @@ def compute_advantages(groups, name):
         ensure_shape(f"trainer.advantage = {name!r}", adv_G, rewards_G.shape)
         rewards.append(rewards_G)
         advantages.append(adv_G)
-    spread = []  # all advantages are divided by the standard deviation of this, over the whole batch
+    # Over the whole batch: of rewards, or of the advantages themselves if the function says so.
+    spread = []
     if name == "batch_std":
         spread = rewards
     if getattr(advantage, "over_batch", False):
@@ -487,20 +491,21 @@ def ensure_shape(function, x, shape):
 
 def add_advantages(sequences, t):
     """Gives each sequence a field adv: the advantage of its rollout, or of each turn if there are rewards by turn or
-    trainer.gamma is below 1. A baseline is over (env, group, agent). Raises RunError with DATA if one is not finite."""
+    trainer.gamma is below 1; 0 without a reward. A baseline is over (env, group, agent). Raises RunError with DATA if
+    an advantage is not finite."""
     groups = {}
     for s in sequences:
         if s.get("reward") is not None:
             group = groups.setdefault(s["baseline_key"], {})
-            group[s["rollout"]] = s  # every sequence of a forked rollout carries its reward
-    rollouts = [list(group.values()) for group in groups.values()]
+            group[s["rollout"]] = s  # if a rollout has several sequences (it forked), each carries its reward
+    members = [list(group.values()) for group in groups.values()]
     by_turn = t.gamma < 1 or any(s.get("turn_rewards") for s in sequences)
     if by_turn:
         from configs.algorithms import turns
 
-        table = turns.compute_advantages(rollouts, t, compute_advantages)
+        table = turns.compute_advantages(members, t, compute_advantages)
     else:
-        table = compute_advantages(rollouts, t.advantage)
+        table = compute_advantages(members, t.advantage)
     adv_of = {}
     for key, group, advantages in zip(groups, groups.values(), table):
         for rollout, adv in zip(group, advantages):
@@ -518,7 +523,7 @@ def add_advantages(sequences, t):
 
 # HACK HERE: a loss maps a micro-batch to a loss per token and values to log: (loss_N, {metric: value_N}). Its keyword
 # arguments are trainer.loss_args. micro holds every field at the loss tokens: adv_N, old_logp_N, reward_N, staleness_N,
-# row_N (its row), ..., mask_N (False if the policy did not say it), and the step's counts from make_micros. Below,
+# row_N (its row), ..., mask_N (False if the policy did not say it), and the step's counts from count_all. Below,
 # r = exp(logp - old_logp), A is the advantage and sg() stops the gradient.
 # configs/algorithms/losses.py has more of them.
 
@@ -556,9 +561,9 @@ def dr_grpo(micro, logp_N, entropy_N, epsilon=0.2, epsilon_high=0.2):
 LOSSES = {"cispo": cispo, "grpo": grpo, "dr_grpo": dr_grpo}
 
 
-def k3(log_r_N):
+def k3(x_N):
     """KL(p || q) at tokens drawn from p, from x = log(q / p): exp(x) - 1 - x (joschu.net/blog/kl-approx.html)."""
-    x_N = log_r_N.clamp(-20, 20)
+    x_N = x_N.clamp(-20, 20)
     return torch.expm1(x_N) - x_N
 
 
@@ -566,15 +571,14 @@ def compute_loss(micro, logp_N, entropy_N, t):
     """HACK HERE: the micro-batch's share of the step's loss, and values to log: ({term: loss_N}, {metric: value_N}).
 
     The loss is the sum of the terms. Each has a weight per token, and is divided by the number of tokens in the whole
-    step whose weight is not 0, so that neither micro-batches nor ranks change the result."""
-    # 1. Policy gradient, on what the policy said. Elsewhere fields may be nan: where() below hides that in the loss,
-    # but its gradient would be 0 * nan. With trainer.importance the ratio is to prox_logp, and the weight corrects for
-    # the distance of prox_logp from the sampler.
+    optimizer step whose weight is not 0, so that neither micro-batches nor ranks change the result."""
+    # 1. Policy gradient, on what the policy said. With trainer.importance the ratio is to prox_logp, and a factor
+    # corrects for the distance of prox_logp from the sampler.
     is_own_N = micro["mask_N"]
-    own_logp_N = torch.where(is_own_N, logp_N, logp_N.detach())
+    own_logp_N = torch.where(is_own_N, logp_N, logp_N.detach())  # elsewhere fields may be nan: no gradient, not 0 * nan
     anchored = micro
     if t.importance:
-        prox_N = micro.setdefault("prox_logp_N", logp_N.detach())  # with a single update
+        prox_N = micro.setdefault("prox_logp_N", logp_N.detach())  # a single update has no other
         anchored = micro | {"old_logp_N": prox_N}
     returned = configs.find(t.loss, LOSSES)(anchored, own_logp_N, entropy_N, **t.loss_args)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
@@ -584,11 +588,11 @@ def compute_loss(micro, logp_N, entropy_N, t):
         ensure_shape(f"trainer.loss = {t.loss!r}, {name}", x_N, logp_N.shape)
     if t.importance:
         importance = configs.find(t.importance)
-        weight_N = importance(micro, logp_N.detach(), **t.importance_args)
-        ensure_shape(f"trainer.importance = {t.importance!r}", weight_N, logp_N.shape)
-        policy_N = policy_N * weight_N
-        logs["policy/importance"] = weight_N
-    # 2. KL to the reference.
+        factor_N = importance(micro, logp_N.detach(), **t.importance_args)
+        ensure_shape(f"trainer.importance = {t.importance!r}", factor_N, logp_N.shape)
+        policy_N = policy_N * factor_N
+        logs["policy/importance"] = factor_N
+    # 2. KL to the reference, a part of the same term.
     if t.beta:
         kl_N = k3(micro["ref_logp_N"] - logp_N)
         policy_N = policy_N + t.beta * kl_N
@@ -624,7 +628,7 @@ def add_fields(policy, sequences, info, cfg):
 
         with reference.swapped_in(policy, t):
             add_logp("ref_logp", policy, sequences, info, cfg)
-    # The policy before the first update. If there is only one update, its own forward pass gives it.
+    # prox_logp, if something asks for it. With a single update, the log-probabilities of the step itself are that.
     if t.updates_per_batch * t.minibatches > 1:
         old_logps = [s["old_logp"][s["mask"]] for s in sequences]
         if t.importance or torch.cat(old_logps).isnan().any():
@@ -701,18 +705,18 @@ def make_optimizer(policy, t):
 
 
 def draw_minibatches(sequences, seed, num):
-    """Divides the sequences at random into at most `num` parts, one for each optimizer step of a pass: the same parts
-    on every rank, and after a resume."""
+    """Divides the sequences at random into at most `num` parts, one for each optimizer step: the same parts on every
+    rank, and after a resume."""
     order = np.random.default_rng(seed).permutation(len(sequences))
     minibatches = []
     for part in np.array_split(order, min(num, len(order))):
-        minibatches.append([sequences[i] for i in sorted(part)])
+        minibatches.append([sequences[i] for i in sorted(part)])  # in the batch's order
     return minibatches
 
 
 def apply_gradients(policy, optimizer, scale, max_norm):
     """Divides the gradients by `scale`, clips them and takes an optimizer step. Returns their norm; if it is not
-    finite, nothing is changed, on any rank."""
+    finite, every rank skips the step."""
     params = list(policy.trained().values())
     torch._foreach_div_([p.grad for p in params if p.grad is not None], scale)
     grad_norm = full(nn.utils.clip_grad_norm_(params, max_norm)).item()
@@ -724,8 +728,8 @@ def apply_gradients(policy, optimizer, scale, max_norm):
 
 
 def fill_in_old_logp(micro, logp_N):
-    """Where the sampler's log-probability is unknown (nan), the ratio starts at 1: it is taken from the policy before
-    the batch's first update. That is prox_logp_N from add_fields or, with a single update, logp_N itself."""
+    """Where the sampler's log-probability is unknown (nan), takes the policy's before the batch's first update, so that
+    the ratio starts at 1: prox_logp_N from add_fields or, with a single update, logp_N itself."""
     prox_N = micro.get("prox_logp_N", logp_N)
     is_unknown_N = micro["old_logp_N"].isnan()
     micro["old_logp_N"] = torch.where(is_unknown_N, prox_N, micro["old_logp_N"])
@@ -747,19 +751,20 @@ def adapt_loss_scale(policy, grad_norm):
 
 
 def distance_from_sampler(log_r_N):
-    """Metrics per token. The KL is cut at 5 nats: exp(12) at one token of 100,000 would dominate the mean."""
+    """Metrics per token. log r is cut at 5 in the KL: exp(12) at one token of 100,000 would dominate the mean."""
     return {"policy/kl_sampler": k3(log_r_N.clamp(max=5)), "policy/beyond_2_nats": log_r_N.abs() > 2}
 
 
 def add_up(sums, logs, mask_N):
-    """Adds what a micro-batch logs per token to the sums of the step."""
+    """Adds what a micro-batch logs per token, where mask_N is True, to the sums of the step."""
     for name, value_N in logs.items():
         counted_N = torch.where(mask_N, value_N.detach(), 0)
         sums[name] += counted_N.sum().float()
 
 
 def add_terms(sums, terms, num):
-    """Adds the terms of a micro-batch's loss, and their sum, times the number by which token_means will divide them."""
+    """Adds the terms of a micro-batch's loss, and their sum, times `num`: they are means already, and token_means
+    divides once more."""
     for name, term_N in terms.items():
         total = term_N.detach().sum() * num
         sums[f"loss/{name}"] += total
@@ -767,7 +772,7 @@ def add_terms(sums, terms, num):
 
 
 def token_means(sums, num):
-    """{name: sum on this rank} -> {name: mean over the tokens that the policy said, on all ranks}. Collective."""
+    """{name: sum on this rank} -> {name: sum on all ranks / num}. Collective."""
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, list(sums))
     names = sorted(set().union(*everyones))  # a loss may log something on one rank alone
@@ -780,22 +785,22 @@ def token_means(sums, num):
 def norm_metrics(grad_norms):
     """The mean norm of a batch's gradients; steps whose gradient was not finite are counted as skipped."""
     finite = list(filter(math.isfinite, grad_norms))
-    mean = np.mean(finite or math.nan)
+    mean = np.mean(finite or math.nan)  # nan if all were skipped
     return {"optim/grad_norm": mean, "optim/skipped": len(grad_norms) - len(finite)}
 
 
 def train_step(policy, optimizer, batch, step, cfg):
-    """Trains on one batch: updates_per_batch passes of `minibatches` optimizer steps each. Collective.
+    """Trains on one batch: updates_per_batch epochs of at most `minibatches` optimizer steps each. Collective.
 
-    Returns the metrics (what the loss logs: means over passes and over the tokens that the policy said) and logp_T, the
-    log-probability of each token in the first pass, 0 if it is not trained. A gradient that is not finite changes
-    nothing."""
+    Returns the metrics (losses: means over epochs; what is logged per token: over the tokens that the policy said as
+    well) and logp_T, the log-probability of each token in the first epoch, 0 if it is not trained. A gradient that is
+    not finite changes no weight."""
     t = cfg.trainer
     started = time.perf_counter()
     sequences = [s for s in batch.sequences if s["trainable"]]
     require(sequences, DATA, f"step {step}: no sequence of the batch is trainable")
-    num_mask = max(1, count_weights(sequences, "mask"))
-    num_tokens = batch.info["num_tokens"]
+    num_said = max(1, count_weights(sequences, "mask"))
+    num_tokens = batch.info["num_tokens"]  # in the whole file, prompts as well
     logp_T = torch.zeros(num_tokens, device=policy.device)
     # 1. The learning rate and the seed of dropout.
     begin_step(optimizer, step, cfg)
@@ -809,32 +814,31 @@ def train_step(policy, optimizer, batch, step, cfg):
         seed = (cfg.run.seed, step, epoch)
         for part in draw_minibatches(sequences, seed, t.minibatches):
             micros = make_micros(policy, part, batch.info, cfg)
-            share = len(part) / len(sequences)
+            share = len(part) / len(sequences)  # of the logged loss
             for micro in micros:
                 # 3. Log-probabilities of the loss tokens.
                 heartbeat()
                 logp_N, entropy_N = policy(micro)
                 fill_in_old_logp(micro, logp_N.detach())
-                # 4. The loss and its gradient. Replicas exchange gradients once, after the last micro-batch.
+                # 4. The loss and its gradient, summed over ranks (`shard`); over replicas after the last micro-batch.
                 terms, logs = compute_loss(micro, logp_N, entropy_N, t)
                 loss_N = sum(terms.values())
                 if t.replicas > 1:
                     policy.set_requires_all_reduce(micro is micros[-1])
                 scale = loss_scale(policy, micro, t)
                 (scale * loss_N.sum()).backward()
-                # 5. What is logged. token_means will divide by the number of tokens.
+                # 5. What is logged.
                 logs["policy/entropy"] = entropy_N
                 logs |= distance_from_sampler(logp_N - micro["old_logp_N"])
                 add_up(sums, logs, micro["mask_N"])
-                add_terms(sums, terms, share * num_mask)
+                add_terms(sums, terms, share * num_said)
                 if epoch == 0:
                     logp_T[micro["at_N"]] += where_trained(micro, logp_N.detach())
             # 6. The optimizer step.
-            grad_norm = apply_gradients(policy, optimizer, scale, t.max_grad_norm)
-            grad_norms.append(grad_norm)
-    # 7. Sums become means over all ranks.
+            grad_norms.append(apply_gradients(policy, optimizer, scale, t.max_grad_norm))
+    # 7. From all ranks, the log-probabilities and the means.
     dist.all_reduce(logp_T)  # each token is on one rank, 0 on the others
-    metrics = token_means(sums, num_mask * t.updates_per_batch)
+    metrics = token_means(sums, num_said * t.updates_per_batch)
     metrics |= norm_metrics(grad_norms)
     metrics["optim/lr"] = float(optimizer.param_groups[0]["lr"])
     seconds = time.perf_counter() - started
@@ -844,16 +848,16 @@ def train_step(policy, optimizer, batch, step, cfg):
     return metrics, logp_T
 
 
-# --- weights to vLLM: the sender, and below it the receiver in vLLM's workers -----------------------------------------
+# --- weights to vLLM: blocks, the sender, the receiver in vLLM's workers, a sync --------------------------------------
 
 
 def stream_weights(model, dtype, only_lora):
     """Yields {name in the checkpoint: tensor}, block by block, as a sampler wants them: in dtype, with LoRA merged, or
-    with only_lora A and B alone. A block is a transformer block, since fused experts are converted as a whole, or a
-    tensor outside the blocks. Only one exists at a time. Collective: every rank goes through all of them."""
+    with only_lora A and B alone. A block is a transformer block (fused experts are converted as a whole) or one tensor
+    outside of them. One exists at a time if the caller clears it. Collective: every rank goes through all of them."""
     params = dict(model.named_parameters())  # tied weights are in it once
-    persistent = model.state_dict()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     blocks = {}
     for name in [*params, *buffers]:
         is_lora = "lora_" in name
@@ -868,12 +872,12 @@ def stream_weights(model, dtype, only_lora):
             else:
                 block[f"{name}.weight" if only_lora else name] = gather(model, name, dtype)
         block = revert_weight_conversion(model, block)
-        if block:  # an empty one would end the stream
+        if block:  # the conversion may leave nothing, and an empty block would end the stream
             yield block
 
 
 def gather(model, name, dtype):
-    """The whole of one parameter, with LoRA merged into it. Collective."""
+    """The whole of one parameter. A weight that has LoRA gets it merged in. Collective."""
     owner, _, key = name.rpartition(".")
     module = model.get_submodule(owner)
     weight = full(getattr(module, key).detach().to(dtype))
@@ -886,8 +890,8 @@ def gather(model, name, dtype):
 
 
 def make_process_group(store, rank, spec):
-    """A process group apart from torch's default one, which vLLM uses itself. NCCL's watchdog kills the process when
-    its limit has passed, so that is twice ours: a wait of ours ends first, and is reported."""
+    """A process group apart from the default one, which FSDP and vLLM use. NCCL's watchdog kills the process when its
+    limit has passed, so that is twice ours: our waits for HTTP and for the store end first, and are reported."""
     limit = timedelta(seconds=spec["timeout_s"])
     process_group = dist.ProcessGroup(store, rank, spec["size"])
     if spec["backend"] == "gloo":
@@ -899,12 +903,12 @@ def make_process_group(store, rank, spec):
     return process_group
 
 
-# Small tensors share a message of this many bytes: each costs 0.3 ms over gloo. DDP broadcasts its weights in this way.
+# Small tensors share a message of this many bytes: a message costs 0.3 ms over gloo. DDP broadcasts in this way, too.
 MESSAGE = 1 << 20
 
 
 def send_block(sender, number, tensors):
-    """Broadcasts {name: tensor}, block `number` of a sync. Names, shapes and dtypes go through the store."""
+    """Broadcasts {name: tensor}, block `number` of a sync, from rank 0. Names, shapes, dtypes go through the store."""
     header = []
     for name, w in tensors.items():
         dtype = str(w.dtype).removeprefix("torch.")
@@ -926,12 +930,12 @@ def receive_blocks(receiver, device):
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         dist._broadcast_coalesced(receiver.process_group, list(tensors.values()), MESSAGE)
         yield from tensors.items()
-        del tensors  # before the next block
+        del tensors  # frees them before the next block comes
 
 
 class WeightSender:
     """Lives on rank 0 and talks to all servers. Weights go through torch.distributed, control through vLLM's routes:
-    /pause, /collective_rpc -> WeightReceiver, /resume. Every wait times out after sync_timeout_s."""
+    /pause, /collective_rpc -> WeightReceiver, /resume. A request, and so a whole stream, may take sync_timeout_s."""
 
     def __init__(self, cfg, run_dir, device):
         t = cfg.trainer
@@ -944,7 +948,7 @@ class WeightSender:
             backend = "nccl" if device.type == "cuda" else "gloo"
         self.device = device if backend == "nccl" else torch.device("cpu")
         self.spec = {"backend": backend, "timeout_s": t.sync_timeout_s}
-        # A server may close an idle connection just as it is used. No proxy belongs between the roles.
+        # A server may close an idle connection just as it is used. No proxy of the environment's is used.
         no_keep_alive = {"Connection": "close"}
         self.http = httpx.Client(timeout=t.sync_timeout_s, headers=no_keep_alive, trust_env=False)
         self.pool = ThreadPoolExecutor(len(self.urls))
@@ -956,7 +960,7 @@ class WeightSender:
             found = self.wait_ready(url)
             name = configs.served_name(self.cfg)
             require(found == name, CONFIG, f"a server of another run answers: {url} serves {found!r}, not {name!r}")
-        # 2. A store that listens on one address only; torch's own would listen on all of them.
+        # 2. A store that listens on one address only; with a socket of torch's own it would listen on all of them.
         listener = socket.create_server((self.cfg.trainer.sync_host, 0))
         host, port = listener.getsockname()
         limit = timedelta(seconds=self.spec["timeout_s"])
@@ -978,7 +982,7 @@ class WeightSender:
                 reply = self.http.get(f"{url}/v1/models")
                 if reply.status_code == 200:
                     return reply.json()["data"][0]["id"]
-                found = f"{reply.status_code} {reply.text[:200]}"  # a proxy's, as long as the server is not there
+                found = f"{reply.status_code} {reply.text[:200]}"  # a gateway's, until the server is up
             except httpx.TransportError as e:
                 found = repr(e)
             what = f"{url}: {found}, for inference.startup_timeout = {limit:g} s"
@@ -1011,7 +1015,7 @@ class WeightSender:
         calls = [self.pool.submit(call, url, spec) for url, spec in zip(self.urls, specs)]
         try:
             yield
-        except RuntimeError as e:  # of torch.distributed: a worker died, or did not join in time
+        except RuntimeError as e:  # torch.distributed's as a rule: a worker died, or did not join in time
             hint = f"trainer.sync_timeout_s = {self.spec['timeout_s']:g}"
             if self.spec["backend"] == "nccl":
                 hint += "; between GPUs without NVLink try NCCL_P2P_DISABLE=1, or trainer.sync_backend = gloo"
@@ -1020,14 +1024,14 @@ class WeightSender:
             done.result()
         require(not errors, DIED, f"{method}: {'; '.join(errors)}")
 
-    def say(self, version, rows, num):
+    def ask(self, version, rows, num):
         """Has every server continue the rows. Returns [(num token ids, their logprobs), ...] by server and row."""
         body = {"model": configs.served_name(self.cfg, version), "prompt": rows, "max_tokens": num}
         body |= {"ignore_eos": True, "logprobs": 0, "return_token_ids": True}
         # A server that was started by hand may have other defaults than the plain distribution.
         body |= {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
         body |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
-        body |= {"cache_salt": str(time.time()), "priority": -1}  # before all rollouts
+        body |= {"cache_salt": str(time.time()), "priority": -1}  # no keys of old weights, and before all rollouts
         choices = []
         for reply in self.post_all("/v1/completions", body):
             choices += reply.json()["choices"]
@@ -1035,11 +1039,11 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """In every vLLM worker, by --worker-extension-cls. On CPUs it is configs/serving/cpu_receiver.py's subclass."""
+    """Mixed into every vLLM worker, by --worker-extension-cls. On CPUs it is configs/serving/cpu_receiver.py's."""
 
     def join_weight_group(self, spec):
         limit = timedelta(seconds=spec["timeout_s"])
-        self.process_group = None  # of a trainer before this one
+        self.process_group = None  # drops an earlier trainer's
         self.store = dist.TCPStore(spec["host"], spec["port"], timeout=limit)
         self.process_group = make_process_group(self.store, spec["first_rank"] + self.rank, spec)
 
@@ -1051,13 +1055,13 @@ class WeightReceiver:
         from configs.serving import adapters
 
         tensors = dict(weights)
-        if self.rank == 0:
+        if self.rank == 0:  # once on each server
             adapters.write(tensors=tensors, **spec["adapter"])
 
 
 def send_weights(sender, policy, version, cfg):
-    """Streams all weights to the servers. If the stream breaks off, they are not resumed, or the adapter not loaded:
-    no server ever samples from a mixture of two versions. Collective; other ranks have no sender."""
+    """Streams the weights, or the adapter, to the servers. If the stream breaks off, paused servers stay paused and the
+    adapter is not loaded: no server samples from weights of two versions. Collective; other ranks have no sender."""
     blocks = stream_weights(policy.model, DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
     if not sender:
         deque(blocks, maxlen=0)  # takes part in gathering, and keeps nothing
@@ -1077,9 +1081,9 @@ def send_weights(sender, policy, version, cfg):
         for number, tensors in enumerate(chain(blocks, [{}])):  # an empty block is the end
             refuse_non_finite(tensors, f"sync of version {version}")
             send_block(sender, number, tensors)
-            tensors.clear()  # also in the generator, before it gathers the next block
+            tensors.clear()  # it is the generator's `block` as well, which gathers the next one now
     for sent in range(number + 1):
-        sender.store.delete_key(f"block {sent}")
+        sender.store.delete_key(f"block {sent}")  # the next sync uses the same keys
     if cfg.sends_adapters:
         adapters.load(sender, version, cfg)
     else:
@@ -1087,7 +1091,8 @@ def send_weights(sender, policy, version, cfg):
 
 
 def sync_weights(sender, policy, version, cfg, batch=None):
-    """Makes `version` live on all servers, and returns metrics. Collective: rank 0 alone talks to the servers."""
+    """Sends `version` to all servers, checks it, announces it as live, and returns metrics. Collective: rank 0 alone
+    talks to the servers."""
     started = time.perf_counter()
     send_weights(sender, policy, version, cfg)
     metrics = canary(sender, policy, version, cfg, batch)
@@ -1128,14 +1133,14 @@ def score(policy, rows, most):
     for row in rows:
         tokens = torch.tensor(row)
         mask = torch.arange(len(row)) >= max(1, len(row) - most)
-        none = torch.zeros(len(row))
-        sequences.append({"tokens": tokens, "mask": mask, "ce": none, "teacher": none, "temperature": 1.0})
+        zeros = torch.zeros(len(row))
+        sequences.append({"tokens": tokens, "mask": mask, "ce": zeros, "teacher": zeros, "temperature": 1.0})
     return policy(collate(sequences, policy.device))[0]
 
 
 def compare(logp_N, other_N, t, mean_limit, what):
     """The largest and the mean difference, in nats, and what is wrong with them, or "": in fp32 the largest may be at
-    most 1e-3, in 16 bits the mean at most mean_limit; trainer.max_sync_dlogp overrides both."""
+    most 1e-3, in 16 bits the mean at most mean_limit; trainer.max_sync_dlogp replaces either limit."""
     diff_N = (logp_N - other_N).abs()
     numbers = {"sync/dlogp_max": diff_N.max().item()}
     numbers["sync/dlogp_mean"] = diff_N.mean().item()
@@ -1144,8 +1149,8 @@ def compare(logp_N, other_N, t, mean_limit, what):
         key = "sync/dlogp_max"
         mean_limit = 1e-3
     limit = t.max_sync_dlogp or mean_limit
-    is_within = numbers[key] <= limit  # nan is not
-    return numbers, "" if is_within else f"{what}: {numbers}; {key} may be at most {limit:g}"
+    # nan is not within it
+    return numbers, "" if numbers[key] <= limit else f"{what}: {numbers}; {key} may be at most {limit:g}"
 
 
 def random_rows(policy, cfg):
@@ -1171,6 +1176,7 @@ def check_policy(policy, cfg):
     most = cfg.run.max_seq_len
     longest = (rows[0] * most)[:most]
     together_N = score(policy, rows, most)
+    # Far from its end: a row's padding must not matter, nor the length by which some families choose their RoPE.
     beside_longest_N = score(policy, [rows[0], longest], most)[: len(rows[0]) - 1]
     logp_N = torch.cat((together_N, beside_longest_N))
     own_N = torch.cat((own_N, own_N[: len(rows[0]) - 1]))
@@ -1182,7 +1188,7 @@ def check_policy(policy, cfg):
 
 
 def canary_rows(batch, cfg):
-    """Prompts of the batch for the servers to continue. What all servers say fits into one micro-batch."""
+    """Prompts of the batch for the servers to continue, so long that what all say fits into one micro-batch."""
     budget = min(cfg.trainer.micro_batch_size, 8) * cfg.run.max_seq_len
     num_servers = max(1, len(cfg.inference.urls))  # 0 on a second node, which knows of none
     room = budget // (len(CANARY) * num_servers) - SAID
@@ -1200,7 +1206,7 @@ def continuations(sender, policy, version, rows, num):
     """Log-probabilities of what all servers say after the rows, `num` tokens each: the trainer's and the servers'."""
     whole = []
     others = []
-    answers = sender.say(version, rows, num)
+    answers = sender.ask(version, rows, num)
     for row, (ids, logps) in zip(rows * len(sender.urls), answers):
         whole.append(row + ids)
         others += logps
@@ -1210,10 +1216,10 @@ def continuations(sender, policy, version, rows, num):
 @torch.no_grad()
 def canary(sender, policy, version, cfg, batch):
     """Compares trainer and servers after a sync: metrics, in nats. Each server continues the same rows, and the trainer
-    scores what they said in one padded micro-batch, as it scores rollouts. Raises RunError with DIED. Collective."""
+    scores what they said in one padded micro-batch, as rollouts are. Rank 0 raises RunError with DIED. Collective."""
     rows = canary_rows(batch, cfg) if batch else random_rows(policy, cfg)
     what = f"canary after sync of version {version}: trainer and server differ"
-    mean_limit = 0.05 if batch else 0.2  # what follows random rows is improbable, and in 16 bits less exact
+    mean_limit = 0.05 if batch else 0.2  # after random rows every token is improbable, so less exact in 16 bits
     metrics = {}
     problem = ""
     policy.eval()
@@ -1231,7 +1237,7 @@ def canary(sender, policy, version, cfg, batch):
             break
     policy.train()
     require(not problem, DIED, problem)
-    if sender and num > SAID:
+    if sender and num > SAID:  # the second time they agreed
         say(f"warning: {what} at {SAID} tokens a row; at {num} they do not")
     return metrics
 
@@ -1244,7 +1250,7 @@ def refuse_non_finite(tensors, what):
     bad = []
     for name, tensor in tensors.items():
         part = local(tensor)
-        if not part.sum().isfinite() and not part.isfinite().all():  # a finite sum is quick to see, but may overflow
+        if not part.sum().isfinite() and not part.isfinite().all():  # the sum is quick, but may overflow
             bad.append(name)
     require(not bad, NUMERICS, f"{what}: {len(bad)} of {len(tensors)} tensors are not finite: {', '.join(bad[:3])}")
 
@@ -1262,11 +1268,11 @@ def state_of(policy, optimizer):
     return state
 
 
-FILE = 1 << 30  # bytes of a file in a checkpoint, which go through host memory twice
+FILE = 1 << 30  # bytes of a file in a checkpoint: a whole file is in host memory, twice
 
 
 def divide_into_files(tensors):
-    """{name: number of the file, from 1}: each rank's part of a file has about FILE bytes."""
+    """{name: number of the file, from 1}: each rank's part of a file has about FILE bytes, or is a single tensor."""
     files = {}
     size = 0
     for name, tensor in tensors.items():
@@ -1276,18 +1282,18 @@ def divide_into_files(tensors):
 
 
 def shard_sizes(path):
-    """{file: bytes} of a checkpoint's tensors. If one is missing, DCP says no more than that a size differs."""
+    """{file: bytes} of a checkpoint's tensors. Of a missing file DCP says no more than that a size differs."""
     return {file.name: file.stat().st_size for file in path.glob("*.safetensors")}
 
 
 def save_checkpoint(run_dir, step, policy, optimizer, cfg):
-    """Every rank writes its part; any number of ranks can read it back. Rank 0 adds state.json with the
-    files' sizes; one rename makes it exist, and then the oldest ones go. Collective."""
+    """Every rank writes its part; any number of ranks can read it back. Rank 0 adds state.json with the files' sizes;
+    one rename makes it exist, and then old checkpoints and batches go. Collective."""
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     tmp = path.with_suffix(".tmp")
     tensors = state_of(policy, optimizer)
     refuse_non_finite(tensors, path)
-    shutil.rmtree(tmp, ignore_errors=True)  # whichever rank is first
+    shutil.rmtree(tmp, ignore_errors=True)  # every rank tries
     dist.barrier()
     files = divide_into_files(tensors)
     dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp), files, save_distributed=True))
@@ -1296,11 +1302,11 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg):
     state = {"step": step, "run": identity(cfg), "shards": shard_sizes(tmp)}
     (tmp / "state.json").write_text(json.dumps(state))
     os.rename(tmp, path)
-    kept = sorted(path.parent.glob("step_??????"))
-    for old in kept[: -cfg.checkpoint.keep]:
+    found = sorted(path.parent.glob("step_??????"))
+    for old in found[: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
-    # No run is resumed from before the oldest one. It needs the batch before it, which has the sampler state.
-    oldest = int(kept[-cfg.checkpoint.keep :][0].name[5:])
+    # No run is resumed from before the oldest one. The orchestrator resumes from the sampler state in the batch before.
+    oldest = int(found[-cfg.checkpoint.keep :][0].name[5:])
     for file in (run_dir / "batches").glob("*_??????.safetensors"):
         number = int(file.stem[-6:])
         if cfg.checkpoint.keep_batches and number < oldest - cfg.checkpoint.keep_batches:
@@ -1308,9 +1314,9 @@ def save_checkpoint(run_dir, step, policy, optimizer, cfg):
 
 
 def load_checkpoint(path, policy, optimizer, cfg):
-    """Loads in place and returns the step. Raises RunError with CONFIG if it belongs to another run, with STORAGE if a
-    file is damaged. Collective."""
-    remedy = f"Remove {path}, then the one before it is used"
+    """Loads in place and returns the step. Raises RunError with CONFIG if it belongs to another run or optimizer, with
+    STORAGE if a file is missing or has another size. Collective."""
+    remedy = f"Remove {path}, then the one before it, if any, is used"
     try:
         state = json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as e:
@@ -1322,9 +1328,10 @@ def load_checkpoint(path, policy, optimizer, cfg):
     reader = dcp.HuggingFaceStorageReader(str(path))
     saved = reader.read_metadata().state_dict_metadata
     if any(name.startswith("optimizer/") for name in saved):  # there is none if every step was skipped
-        # torch takes a step at rate 0 in it, which makes the tensors to load into.
+        # For its side effect: torch takes a step at rate 0, which makes the tensors to load into.
         get_optimizer_state_dict(policy, optimizer)
-    # Tensors in `extra` may come from a recipe that makes them later than this; "ema/<parameter>" is sharded like it.
+    # Tensors in `extra` may be from a recipe that makes them later than this. <any>/<parameter> is sharded like the
+    # parameter.
     for key, meta in saved.items():
         name = key.removeprefix("extra/")
         if key.startswith("extra/") and name not in policy.extra:
@@ -1396,8 +1403,8 @@ def log_step(run_dir, step, metrics, logp_T):
 
 
 def start_distributed(cfg):
-    """Joins torchrun's ranks, or is the only rank without it. No rank waits longer for another than the watchdog does
-    for all of them."""
+    """Joins torchrun's ranks, or is the only rank without it. A rank waits twice as long for another as run.watchdog
+    does for all of them: that is to act first."""
     limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))
     alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     if "RANK" in os.environ:

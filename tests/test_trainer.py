@@ -373,8 +373,10 @@ def test_demonstrations_leave_the_policys_term_alone(loss, make_cfg, tmp_path):
         demonstration = toy.as_demonstration(s) | {"reward": None, "group": -1, "rollout": 0}
         shown.append(demonstration | {"ce": [1e-12 * weight for weight in demonstration["ce"]]})
     _, alone, _ = gradients(cfg, batch_of(tmp_path, sampled))
-    metrics, beside, _ = gradients(cfg, batch_of(tmp_path, sampled + shown))
+    batch = batch_of(tmp_path, sampled + shown)
+    metrics, beside, _ = gradients(cfg, batch)
     same(alone, beside)
+    assert trainer.collate(batch.sequences[12:], CPU)["reward_N"].isnan().all()  # a loss may read it; others have one
     assert metrics["optim/skipped"] == 0 and math.isfinite(metrics["loss"])
 
 
@@ -1529,7 +1531,7 @@ def test_the_canary_asks_for_the_plain_distribution(make_cfg):
     """What a request leaves out, a server that was started by hand takes from a model's generation_config.json."""
     asked = []
     sender = SimpleNamespace(cfg=make_cfg(), post_all=lambda path, body: asked.append(body) or [])
-    assert trainer.WeightSender.say(sender, 0, [[1, 2]], 4) == []
+    assert trainer.WeightSender.ask(sender, 0, [[1, 2]], 4) == []
     plain = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
     assert asked[0] == asked[0] | plain
     assert make_cfg("inference.args.enforce_eager=true").inference.args["generation_config"] == "vllm"
@@ -1549,7 +1551,7 @@ def test_in_16_bits_eight_times_as_many_tokens_decide_at_the_limit(is_honest, ma
         off = 0.3 if num == 4 or not is_honest else 0.01
         return list(zip(ids, (true_N + off).view(len(rows), num).tolist()))
 
-    sender = SimpleNamespace(urls=cfg.inference.urls, say=say)
+    sender = SimpleNamespace(urls=cfg.inference.urls, ask=say)
     if is_honest:
         assert trainer.canary(sender, policy, 0, cfg, None)["sync/dlogp_mean"] == pytest.approx(0.01, abs=1e-3)
     else:
@@ -1571,7 +1573,7 @@ def test_in_fp32_there_is_no_second_look_and_prompts_keep_their_length(make_cfg,
     sequences = make_sequences(longest=200)
     for s in sequences:
         s["mask"] = [0] * (len(s["mask"]) - 1) + [1]
-    sender = SimpleNamespace(urls=cfg.inference.urls, say=say)
+    sender = SimpleNamespace(urls=cfg.inference.urls, ask=say)
     with pytest.raises(RunError, match="canary after sync of version 0"):
         trainer.canary(sender, policy, 0, cfg, batch_of(tmp_path, sequences))
     assert len(asked) == 1 and asked[0] == 256 // 8 - 4

@@ -365,7 +365,7 @@ def num_watched(run):
     return len(list(show.Lines(run / "watch.jsonl").new()))
 
 
-def wait_until(condition, timeout_s=30):
+def wait_until(condition, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

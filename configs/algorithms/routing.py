@@ -46,19 +46,19 @@ def routes_of(reply):
 
 
 def install(policy):
-    """Makes the routers take the experts of a micro-batch's routes_BTLK, if it has any."""
+    """Makes the routers take the experts of a micro-batch's routes, [B, W, layers, k], if it has any."""
     now = {"routes": None}
 
     def remember(policy, args):
         """Before a forward pass. Recomputation in its backward pass takes the same experts."""
         micro = args[0]
-        routes_BTLK = micro.get("routes_BTLK")
-        if routes_BTLK is None:
+        routes = micro.get("routes")
+        if routes is None:
             now["routes"] = None
             return
-        padding = micro["ids_BW"].shape[1] - routes_BTLK.shape[1]
-        routes_BWLK = F.pad(routes_BTLK.long(), (0, 0, 0, 0, 0, padding), value=UNKNOWN)
-        now["routes"] = routes_BWLK.flatten(0, 1)
+        padding = micro["ids_BW"].shape[1] - routes.shape[1]
+        routes = F.pad(routes.long(), (0, 0, 0, 0, 0, padding), value=UNKNOWN)
+        now["routes"] = routes.flatten(0, 1)
 
     def replay(layer):
         def hook(router, args, output):
