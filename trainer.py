@@ -679,8 +679,7 @@ def begin_step(optimizer, step, cfg):
     for group in optimizer.param_groups:
         initial_lr = group.setdefault("initial_lr", group["lr"])
         group["lr"] = factor * initial_lr
-    draw = step * dist.get_world_size() + dist.get_rank()
-    torch.manual_seed((cfg.run.seed << 32) + draw)
+    torch.manual_seed(hash((cfg.run.seed, step, dist.get_rank())))  # on CPUs only 32 bits of it count
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
@@ -1011,6 +1010,8 @@ class WeightSender:
                 self.post(url, "/collective_rpc", {"method": method, "args": [self.spec | spec]})
             except RunError as e:
                 errors.append(str(e))
+                if self.spec["backend"] == "nccl":  # rank 0 may be waiting for NCCL, where no error reaches it
+                    configs.runtime.role.fail("trainer", e)
 
         calls = [self.pool.submit(call, url, spec) for url, spec in zip(self.urls, specs)]
         try:

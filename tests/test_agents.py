@@ -18,7 +18,7 @@ from conftest import ROOT, all_batches, lines, some
 from transformers import AutoModelForCausalLM
 
 from configs.environments import endpoint
-from configs.environments.agents import AgentEnv
+from configs.environments.agents import AgentEnv, is_forgiven
 from configs.environments.rubrics import TurnRubric
 from configs.runtime.role import RunError
 from env import DataError, Rubric, SingleTurnEnv, Truncated, load_environment
@@ -666,3 +666,100 @@ def test_coding_agents_run_a_tool_and_end(clis, tmp_path, command, tool, key):
     assert state["result"].strip().endswith("it is 42")
     assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant"]
     assert "42" in state["completion"][1]["content"] and state["agent"]["requests"] == 2
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+async def two_agents(client, prompt):
+    """A policy that says one thing, and a user of many words, whom it plays as well."""
+    user = [{"role": "user", "content": "play a user"}]
+    for _ in range(2):
+        reply = await client.chat.completions.create(model="m", messages=user, extra_headers={"X-Agent": "user"})
+        user += [{"role": "assistant", "content": reply.choices[0].message.content}, prompt[0]]
+    await client.chat.completions.create(model="m", messages=prompt)
+
+
+def test_rewards_see_the_conversation_of_an_agent_that_is_trained():
+    policy = Policy({"content": "u"}, {"content": "v"}, {"content": "answer"})
+    state = play(two_agents, policy, untrained=["user"])
+    assert [m["content"] for m in state["prompt"] + state["completion"]] == ["q", "answer"]
+
+
+async def titles(client, prompt):
+    """Asks for a title first, as many agents do."""
+    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a title?"}])
+    messages = list(prompt)
+    for _ in range(2):
+        reply = await client.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": reply.choices[0].message.content}, prompt[0]]
+
+
+def test_rewards_see_the_longest_conversation_and_how_often_the_policy_was_asked():
+    policy = Policy({"content": "title"}, {"content": "a"}, {"content": "b"})
+
+    class Counts(Policy):
+        async def __call__(self, *args, **kwargs):
+            state["replies"].append({})
+            return await super().__call__(*args, **kwargs)
+
+    env = AgentEnv(titles, [{"question": "q"}], rubric=Rubric())
+    state = env.start(env.dataset[0]) | {"replies": []}
+    asyncio.run(env.rollout(state, Counts(*policy.left)))
+    assert [m["content"] for m in state["completion"]] == ["a", "q", "b"] and state["turn"] == 3
+
+
+class Busy(Exception):
+    status = 429
+
+
+@pytest.mark.parametrize(
+    "error, is_lost", [(Busy("busy"), True), (type("Wrong", (Busy,), {"status": 422})("w"), False)]
+)
+def test_a_busy_server_loses_the_rollout_and_a_wrong_request_is_the_agents(error, is_lost):
+    async def agent(client, prompt):
+        with pytest.raises(openai.APIStatusError):
+            await client.chat.completions.create(model="m", messages=prompt)
+
+    if is_lost:
+        with pytest.raises(Exception, match="Busy: busy"):
+            play(agent, Policy(error))
+    else:
+        assert play(agent, Policy(error))["agent"]["requests"] == 1
+
+
+def test_a_group_of_errors_is_forgiven_if_each_of_them_is():
+    mixed = ExceptionGroup("", [KeyError(), LookupError()])
+    assert is_forgiven(mixed, [LookupError]) and not is_forgiven(mixed, [KeyError])
+
+
+async def asks_in_its_own_way(client, prompt):
+    create = client.chat.completions.create
+    await create(model="m", messages=prompt, max_tokens=5, extra_body={"max_completion_tokens": 3})
+    await create(model="m", messages=prompt, parallel_tool_calls=False)
+    await create(model="m", messages=prompt, parallel_tool_calls=True, tool_choice="none")
+
+
+def test_the_lower_limit_counts_and_what_leaves_the_distribution_alone_is_honored():
+    policy = Policy(*[{"content": "a"}] * 3)
+    assert play(asks_in_its_own_way, policy)["agent"]["dropped"] == 0
+    assert policy.own == [{"max_tokens": 3}, {"parallel_tool_calls": False}, {"tool_choice": "none"}]
+
+
+def test_a_header_says_that_an_answer_is_not_trained_and_a_path_names_an_agent_before_a_header():
+    found = []
+
+    class Sees(Policy):
+        async def __call__(self, messages, tools=None, agent="", trainable=True, **own):
+            found.append((agent, trainable))
+            return await super().__call__(messages, tools)
+
+    async def agent(client, base_url, prompt):
+        for value in ("False", "0", "true"):
+            headers = {"X-Agent": "a", "X-Trainable": value}
+            await client.chat.completions.create(model="m", messages=prompt, extra_headers=headers)
+        other = client.with_options(base_url=base_url.replace("/v1", "/b/v1"), default_headers={"X-Agent": "a"})
+        await other.chat.completions.create(model="m", messages=prompt)
+
+    play(agent, Sees(*[{"content": "a"}] * 4))
+    assert found == [("a", False), ("a", False), ("a", True), ("b", True)]

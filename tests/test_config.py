@@ -243,6 +243,7 @@ def test_files_of_prime_rl_are_refused(tmp_path):
 
 MUTANTS = {  # override -> what the error must name
     "trainer.lora_rnk=4": "'trainer.lora_rnk'.*'trainer.lora_rank'",
+    "orchestrator.max_error_share=20": "'orchestrator.max_error_share' = 20.0: must be at most 1",
     "orchestrator.buffer=shuffle": "'orchestrator.buffer'.*'orchestrator.order'",
     "orchestrator.retire_after=3": "retire_after' = 3.*orchestrator.order = ''",
     "orchestrator.curriculum={easy=[0, 9]}": "curriculum.*orchestrator.order",
@@ -487,6 +488,7 @@ def test_another_run_of_that_name_is_refused_where_the_run_is_complete(tmp_path)
     (run_directory(cfg) / "done").write_text("2")
     (run_directory(cfg) / "identity").write_text(json.dumps(identity(cfg)) + "\n")
     assert "already complete" in launch(tmp_path / "run.toml", *place).stdout
+    assert "already complete" in launch(tmp_path / "run.toml", *place, "max_steps=1").stdout  # of two
     other = launch(tmp_path / "run.toml", *place, "seed=3", check=False)
     assert other.returncode == 2 and "another run_name" in other.stderr.splitlines()[-1]
 
@@ -526,3 +528,36 @@ def test_options_that_are_no_options_are_refused(wrong, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         configs.arguments("doc", [str(tmp_path / "some.toml"), wrong])
     assert e.value.code == CONFIG and wrong.split("=")[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+FIXED = ["trainer.use_lora=true", "trainer.lora_rank=4", "trainer.lora_alpha=9", 'trainer.lora_target_modules=["a"]',
+         "model=n", "seed=1", "env.id=wordle", "run_name=other"]  # fmt: skip
+
+
+@pytest.mark.parametrize("override", FIXED)
+def test_a_run_of_another_shape_is_another_run(override, make_cfg, tmp_path):
+    found = identity(make_cfg())
+    refuse_other(found, make_cfg("trainer.learning_rate=0.5"), tmp_path)
+    with pytest.raises(
+        RunError, match=f"belongs to another run: {override.partition('=')[0].partition('.id')[0]} was "
+    ):
+        refuse_other(found, make_cfg(override), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "eval.hold_s=0",
+        "trainer.micro_batch_size=0",
+        "checkpoint.keep=0",
+        "orchestrator.max_concurrent=0",
+        "orchestrator.sampling.temperature=0",
+    ],
+)
+def test_what_must_be_above_0(override, tmp_path):
+    key, _, _ = override.partition("=")
+    with pytest.raises(RunError, match=f"key '{key}' = 0.*: must be above 0"):
+        load(tmp_path, BASE.format(model="m"), override)

@@ -1,6 +1,8 @@
 """Distillation: what the teacher is asked, and what it says of each token."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -12,6 +14,8 @@ from think_env import DROPS
 from transformers import AutoModelForCausalLM
 
 import trainer
+from configs import served_name
+from configs.algorithms import distill
 from configs.runtime.role import RunError
 
 TASK = '[env]\nid = "distill_tasks"\nargs = {{ kind = "{}" }}'
@@ -234,3 +238,47 @@ def test_echo_imitates_what_others_say_after_the_first_turn_and_leaves_the_polic
     without, none = gradient([s | {"ce": 0 * s["ce"]} for s in batch.sequences])
     assert "ce" in terms and "ce" not in none
     assert (with_echo - without).abs().max() < 1e-6 < without.abs().max()
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_a_teacher_has_no_cache_of_another_version(make_cfg):
+    """A policy that teaches itself changes at every sync; cached keys and values would be those of an older one."""
+    asked = []
+
+    class Client:
+        cfg, attempt = make_cfg("teacher.weight=0.5"), 3
+
+        async def post(self, group, path, body, base_url):
+            asked.append(body)
+            return {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -1.0}}]}]}
+
+    client = Client()
+    for client.version in (4, 5):
+        assert asyncio.run(distill.log_probabilities(client, 0, [1, 2])) == [0.0, -1.0]
+    assert asked[0]["cache_salt"] != asked[1]["cache_salt"]
+
+
+def asks(state):
+    return [{"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_frozen_teacher_is_the_base_and_reads_the_rollouts_tools(frozen, make_cfg):
+    lora = ["trainer.use_lora=true", "trainer.dtype=bf16", "teacher.weight=0.5", "teacher.prompt=test_distill:asks"]
+    asked = []
+
+    class Client:
+        cfg, attempt, version = make_cfg(*lora, f"teacher.frozen={str(frozen).lower()}"), 0, 7
+
+        async def post(self, group, path, body, base_url):
+            asked.append(body)
+            return {"tokens": [1], "choices": [{"prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}]}
+
+    sequence = {"trainable": True, "tokens": np.array([5, 6]), "mask": np.array([False, True])}
+    rollout = SimpleNamespace(state={"tools": [{"type": "function"}]}, sequences=[sequence])
+    asyncio.run(distill.teach_one(rollout, [rollout.state], 0, Client()))
+    assert sequence["teacher_logp"].tolist() == [0.0, -1.0] and asked[0]["tools"] == rollout.state["tools"]
+    name = served_name(Client.cfg, None if frozen else 7)
+    assert [body["model"] for body in asked] == [name, name] and name != served_name(Client.cfg, 8)

@@ -1,6 +1,7 @@
 """env.py, and the words of the default task."""
 
 import asyncio
+import functools
 import json
 import re
 import subprocess
@@ -526,3 +527,32 @@ def test_the_readmes_environment_is_short_and_does_what_it_says(tmp_path, monkey
     state, reward, metrics = play(env, env.dataset[0], *replies)
     assert [m["content"] for m in state["completion"][1::2]] == ["Lower.", "Write a number: <guess>50</guess>"]
     assert metrics["found"] == pytest.approx(1 / 3) and reward > metrics["found"]
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_a_negative_weight_is_a_penalty():
+    def long(completion):
+        return float(len(completion[-1]["content"]))
+
+    def alike(completions):
+        return [3.0 for _ in completions]
+
+    rubric = GroupRubric([long, alike], [-0.5, -1.0])
+    state, reward, _ = play(SingleTurnEnv(ROWS, rubric=rubric), ROWS[0], "four")
+    assert reward == -2.0 and asyncio.run(rubric.score_group([state])) == [(-3.0, {"alike": 3.0})]
+
+
+def test_a_partial_may_set_the_state_of_a_tool():
+    def note(text: str, state: dict):
+        """Write it down.
+
+        Args:
+            text: what
+        """
+        return text + state["answer"]
+
+    env = ToolEnv(ROWS, [functools.partial(note, state={"answer": "mine"})], max_turns=2)
+    state, _, _ = play(env, ROWS[0], calls(("note", '{"text": "a"}')), "done")
+    assert state["completion"][1]["content"] == "amine"

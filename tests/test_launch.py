@@ -22,7 +22,7 @@ import launch as launcher
 from configs import load_config
 from configs.runtime import machine as machines
 from configs.runtime.machine import Machine
-from configs.runtime.role import RunError
+from configs.runtime.role import RunError, exit_code
 from launch import plan
 
 GIVEN = ["some.toml", "seed=0"]
@@ -594,3 +594,55 @@ def test_an_old_python_is_named(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(tools), "KIND": "cpu"})
     text = "[launch] no Python of 3.11 or later is here: install one, or name it by PYTHON (exit=2)\n"
     assert (done.returncode, done.stderr) == (2, text)
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_the_code_of_a_failure_is_the_first_reports_or_the_configurations(tmp_path):
+    (tmp_path / "logs").mkdir()
+    for name in ("inference", "trainer", "orchestrator"):
+        (tmp_path / "logs" / f"{name}.log").write_text("=== 2026 a start\n")
+    assert launcher.failure(tmp_path, "", "inference", 12, 2).code == 2
+    assert launcher.failure(tmp_path, "", "inference", 12, 1).code == 3
+    heard = "[orchestrator] exit=4 pid=7 rank=0 bad rows\n[trainer] exit=3 pid=8 rank=0 no batch\n"
+    error = launcher.failure(tmp_path, heard, "trainer", 8, 3)
+    assert error.code == 4 and str(error).startswith("bad rows (role=orchestrator pid=7 rank=0 exit=4")
+
+
+def test_half_of_a_shared_gpu_may_be_vllms(planned):  # noqa
+    assert planned("inference.args.gpu_memory_utilization=0.5", gpus="0")
+
+
+def test_another_model_than_the_tomls_is_not_prepared(tmp_path):
+    (tmp_path / "some.toml").write_text(BASE.format(model="m"))
+    cfg = load_config(tmp_path / "some.toml", [f"output_dir={tmp_path}", "prepare=make.py", "model=other"])
+    machine = machines.Machine([], 8, [20001], "tmp", -1, {"ROLEMODEL_RUN_ID": "name"}, [*GIVEN, "model=other"])
+    assert [role.name for role in plan(cfg, machine)] == ["orchestrator", "inference", "trainer"]
+
+
+def test_checkpoints_that_are_there_need_no_more_room(tmp_path, make_cfg):
+    """Three are kept while a fourth is written."""
+    for step in (100, 200, 300):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    with pytest.raises(RunError, match="checkpoints will need 1125900.0 GB more"):
+        machines.check_space(tmp_path, make_cfg("checkpoint.keep=3"), 1 << 50)
+
+
+def test_a_model_made_by_other_code_counts_as_none(tmp_path, make_cfg):
+    model, code = tmp_path / "made", tmp_path / "make.py"
+    model.mkdir()
+    code.write_text("one")
+    (model / "made_from").write_text(subprocess.check_output(["sha256sum", code], text=True))
+    cfg = make_cfg(model=model)
+    assert machines.look_around(cfg, GIVEN, "tmp").model_size > 0
+    code.write_text("another")
+    assert machines.look_around(cfg, GIVEN, "tmp").model_size == -1
+
+
+def test_a_lost_connection_is_no_mistake_of_the_users_code():
+    for error, code in ((ConnectionResetError("gone"), 3), (KeyError("x"), 4)):
+        try:
+            raise error
+        except Exception as e:
+            assert exit_code(e, str(e)) == code

@@ -291,3 +291,39 @@ def test_k3_never_pushes_away_from_the_reference():
     trainer.k3(log_r_N).sum().backward()
     expected = [0.0, math.expm1(-1.0), 0.0, math.expm1(1.0), 0.0]
     assert log_r_N.grad.tolist() == pytest.approx(expected)
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_with_a_single_update_the_ratio_is_one_and_has_a_gradient():
+    """No pass before it has made prox_logp: it is the policy's own, without gradient."""
+    old, adv = double([-1.0, -2.0, -3.0]), double([1.0, -1.0, 0.5])
+    logp = (old + double([0.1, -0.2, 0.3])).requires_grad_()
+    step_loss("grpo", micro_of(old, adv), logp, {}, "importance:token_truncate", {"high": 1.05})[0].backward()
+    expected = -adv * double([1.05, math.exp(-0.2), 1.05]) / 3
+    assert logp.grad.tolist() == pytest.approx(expected.tolist())
+
+
+def test_an_importance_weight_leaves_the_kl_to_the_reference_alone():
+    old = double([-1.0, -2.0])
+    logp = (old + 0.5).requires_grad_()
+    micro = micro_of(old, 0 * old) | {"ref_logp_N": old}
+    t = {"loss": "cispo", "loss_args": {}, "importance": "importance:token_mask", "importance_args": {}, "beta": 0.5}
+    terms, _ = trainer.compute_loss(micro, logp, None, SimpleNamespace(**t))
+    assert terms["policy"].tolist() == pytest.approx([0.5 * (math.exp(-0.5) - 1 + 0.5) / 2] * 2)
+
+
+def test_a_teachers_reward_is_weighted_by_a_capped_ratio_without_a_gradient():
+    logp_N = double([-1.0, -1.0, -1.0]).requires_grad_()
+    micro = {"teacher_N": double([0.5, 0.5, 0.0]), "teacher_logp_N": double([-2.0, -2.0, -2.0])}
+    loss_N, k1_N = trainer.distillation(micro | {"old_logp_N": double([-1 - math.log(2), -9.0, -9.0])}, logp_N)
+    loss_N.sum().backward()
+    assert logp_N.grad.tolist() == pytest.approx([0.5 * 2 * 1, 0.5 * 5 * 1, 0]) and k1_N.tolist() == [1, 1, 0]
+
+
+def test_off_policy_mask_goes_by_the_policy_as_it_is_now():
+    """Two sequences with A < 0: since the first update one has come back to the sampler, one has gone."""
+    zero = double([0.0, 0.0])
+    micro = micro_of(zero, zero - 1, [0, 1], prox_logp_N=double([-1.0, 0.0]))
+    assert importance.off_policy_mask(micro, double([0.0, -1.0])).tolist() == [1, 0]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from contextlib import suppress
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -21,11 +22,25 @@ from conftest import all_batches, free_port, lines
 import orchestrator
 import trainer
 from configs import load_config
+from configs.algorithms import evaluation
 from configs.algorithms.evaluation import eval_metrics
 from configs.algorithms.orders import Picky
+from configs.environments.rubrics import GroupRubric
 from configs.runtime.role import RunError
 from env import DataError, Rubric, SingleTurnEnv, Truncated
-from orchestrator import Client, Group, Order, Reply, Rollout, ServerError, deal, extend_or_fork, save_batch, unusable
+from orchestrator import (
+    Client,
+    Group,
+    Order,
+    Reply,
+    Rollout,
+    ServerError,
+    deal,
+    extend_or_fork,
+    rollout_metrics,
+    save_batch,
+    unusable,
+)
 from trainer import load_batch
 
 NOISE = '{ kind = "noise" }'
@@ -871,3 +886,260 @@ def test_user_code_that_never_returns_does_not_keep_the_run(launched):
     _, run_dir = launched(2, '{ kind = "stuck" }', "orchestrator.generation_timeout=2")
     assert any(r["error"].startswith("TimeoutError") for r in lines(run_dir / "rollouts.jsonl"))
     assert time.monotonic() - started < 60
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def sampled(cfg, prompt=(), reason="stop", stop=None, num=4, **own):
+    """What sample() asks of a server, and its reply to `num` tokens, while another version goes live."""
+    asked = []
+
+    async def post(group, path, body):
+        asked.append(body)
+        client.version += 1
+        choice = {"finish_reason": reason, "stop_reason": stop, "token_ids": [5] * num}
+        if isinstance(prompt, str):
+            choice |= {"text": "a", "prompt_token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0] * num}}
+            return {"choices": [choice]}
+        choice |= {"message": {"role": "assistant", "content": "a"}, "logprobs": {"content": [{"logprob": -1.0}] * num}}
+        return {"choices": [choice], "prompt_token_ids": [1, 2]}
+
+    client = SimpleNamespace(cfg=cfg, version=7, attempt="x", post=post)
+    reply = asyncio.run(orchestrator.sample(client, 0, prompt, own=own))
+    return asked[0], reply
+
+
+def test_an_agents_own_limit_can_only_lower_the_runs(make_cfg):
+    assert [sampled(make_cfg(), max_tokens=most)[0]["max_tokens"] for most in (3, 99)] == [3, 16]
+
+
+def test_the_versions_of_a_turn_are_those_at_its_start_and_at_its_end(make_cfg):
+    body, reply = sampled(make_cfg())
+    assert reply.versions == [7, 8] and body["cache_salt"] == "x.7"  # of this attempt: another has other weights
+
+
+def test_a_models_own_penalties_are_switched_off(make_cfg):
+    body, _ = sampled(make_cfg())
+    assert body["presence_penalty"] == body["frequency_penalty"] == 0
+
+
+def test_a_tool_call_that_fills_the_limit_was_cut_off(make_cfg):
+    assert [sampled(make_cfg(), reason="tool_calls", num=num)[1].is_cut for num in (15, 16)] == [False, True]
+
+
+@pytest.mark.parametrize("prompt", ["text", ()])
+def test_a_stop_string_that_ended_an_answer_belongs_to_it(prompt, make_cfg):
+    _, reply = sampled(make_cfg(), prompt, stop="</a>")
+    assert (reply.message if prompt else reply.message["content"]) == "a</a>"
+    _, reply = sampled(make_cfg(), prompt, stop=7)  # a token
+    assert (reply.message if prompt else reply.message["content"]) == "a"
+
+
+def test_a_group_asks_one_of_the_servers_and_the_next_group_the_next(make_cfg):
+    asked = []
+
+    async def answer(request):
+        asked.append(request.path)
+        return web.json_response({})
+
+    async def go():
+        app, port = web.Application(), free_port()
+        app.add_routes([web.post("/{server}/v1", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        urls = json.dumps([f"http://127.0.0.1:{port}/{server}" for server in "ab"])
+        client = Client(make_cfg(f"inference.urls={urls}", "inference.allow_remote=true"))
+        for group in (0, 0, 1, 2):
+            await client.post(group, "/v1", {})
+        await client.session.close()
+        await runner.cleanup()
+
+    asyncio.run(go())
+    assert asked == ["/a/v1", "/a/v1", "/b/v1", "/a/v1"]
+
+
+class Twice(SingleTurnEnv):
+    async def rollout(self, state, generate):
+        for _ in range(2):
+            state["completion"].append(await generate(state["prompt"]))
+
+
+def test_a_rollout_of_which_one_turn_was_cut_off_is_truncated(make_cfg):
+    cuts = [True, False]
+
+    async def ask_cut(prompt, tools=None, user="", own=()):
+        reply = await ask(prompt, tools, user)
+        return reply._replace(is_cut=cuts.pop(0))
+
+    (r,) = rollouts_of(make_cfg(), Twice, ask=ask_cut)
+    assert r.truncated and r.num_turns == 2
+
+
+def test_a_rollout_remembers_at_which_temperature_it_was_sampled(make_cfg):
+    (r,) = rollouts_of(make_cfg("orchestrator.sampling.temperature=0.7"))
+    assert r.temperature == 0.7
+
+
+def scored_together(cfg, is_cut=False):
+    """A group whose rubric rewards rollouts, agents and the group."""
+
+    class Rewards(GroupRubric):
+        async def score(self, state):
+            state["turn_rewards"], state["agent_rewards"] = [1.0], {"": 1.0}
+            return await super().score(state)
+
+    def whole(completions):
+        return [2.0 for _ in completions]
+
+    async def ask_cut(prompt, tools=None, user="", own=()):
+        return (await ask(prompt, tools, user))._replace(is_cut=is_cut)
+
+    env = SingleTurnEnv([{"question": "?"}], rubric=Rewards([constant, whole], [1.0, 0.5]))
+    group = orchestrator.run_group(env, env.dataset[0], 2, ask_cut, 0, cfg, asyncio.Semaphore(9))
+    return asyncio.run(asyncio.wait_for(group, 30))
+
+
+def test_a_functions_values_for_a_group_are_among_its_rollouts_metrics_and_weights(make_cfg):
+    for r in scored_together(make_cfg()):
+        assert r.reward == 2.0 and r.metrics == {"constant": 1.0, "whole": 2.0}
+        assert r.reward_weights == {"constant": 1.0, "whole": 0.5}
+
+
+def test_a_truncated_rollout_that_is_rewarded_0_has_no_reward_of_its_turns_or_agents(make_cfg):
+    for r in scored_together(make_cfg("orchestrator.zero_truncated_completions=true"), is_cut=True):
+        assert (r.reward, r.turn_rewards, r.agent_rewards) == (0.0, None, {})
+
+
+def count(order, *groups, dropped=""):
+    for errors in groups:
+        rollouts = [Rollout({}, reward=None if error else 1.0, error=error) for error in errors]
+        order.count(Group("e", 0, 0, rollouts, dropped))
+
+
+def test_the_share_of_lost_rollouts_is_that_of_the_last_two_hundred(make_cfg):
+    order = Order([{}], make_cfg("orchestrator.max_error_share=0.5"))
+    count(order, [""] * 400, ["X: why"] * 100)  # as many as may be lost
+    with pytest.raises(RunError, match="101 of the last 200 rollouts of e were lost, mostly by X: why"):
+        count(order, ["X: why"])
+
+
+def test_only_groups_in_a_row_are_too_many_that_taught_nothing(make_cfg):
+    order = Order([{}], make_cfg())
+    for _ in range(50):
+        count(order, [""], dropped="flat")
+        count(order, [""])
+    assert order.num_useless == 0
+
+
+def test_equal_rewards_are_not_flat_if_turns_or_agents_earned_different_ones(make_cfg):
+    def keep(**parts):
+        first, second = ({name: value[i] for name, value in parts.items()} for i in (0, 1))
+        return Order([{}], make_cfg()).keep([Rollout({}, reward=1.0, **first), Rollout({}, reward=1.0, **second)])
+
+    assert keep(turn_rewards=([0.0, 1.0], [1.0, 0.0])) == keep(agent_rewards=({"a": 0.0}, {"a": 2.0})) == ""
+    assert keep(turn_rewards=([1.0], [1.0]), agent_rewards=({"a": 1.0}, {"a": 1.0})) == "flat"
+
+
+def test_the_mean_reward_is_that_of_all_groups_and_the_staleness_that_of_the_trained(make_cfg):
+    new = [Rollout({}, reward=reward, versions=[first, 6]) for reward, first in ((1.0, 3), (0.0, 4))]
+    flat = [Rollout({}, reward=1.0, versions=[0, 0]) for _ in range(2)]
+    found = rollout_metrics([Group("e", 0, 0, new, ""), Group("e", 1, 1, flat, "flat")], 6)
+    assert found["reward/mean"] == 0.75 and found["staleness/max"] == 3 and found["staleness/mean"] == 2.5
+
+
+def test_a_mix_that_is_resumed_goes_on_at_its_ratio(run):
+    """Two of three groups: the shares of the batches differ."""
+    how = (3, MIX.format(other="noise").replace("3.0", "2.0"), "orchestrator.max_staleness=0")
+
+    def shares():
+        return [Counter(s["env"] for s in batch.sequences) for batch in all_batches(run.run_dir)]
+
+    run(*how)
+    whole = shares()
+    batch_file(run.run_dir, 1).unlink()
+    batch_file(run.run_dir, 2).unlink()
+    run(*how)
+    assert shares() == whole and whole[0] != whole[1]
+
+
+def test_seeds_of_evaluations_are_the_runs_and_their_limit_is_their_own(make_cfg, monkeypatch):
+    asked = []
+
+    async def sample(client, row, prompt, tools, user, own, **options):
+        asked.append(options)
+        return await ask(prompt, tools, user)
+
+    monkeypatch.setattr(evaluation, "sample", sample)
+    env = SingleTurnEnv([{"question": "?"}], [{"question": "?"}], rubric=Rubric([constant]))
+    for seed in (0, 1, 1):
+        cfg = make_cfg(f"seed={seed}", "eval.max_tokens=5")
+        asyncio.run(evaluation.roll_out(env, SimpleNamespace(cfg=cfg, version=0)))
+    first, second, third = (options["seed"] for options in asked)
+    assert first != second == third and {options["max_tokens"] for options in asked} == {5}
+
+
+def test_a_lost_connection_is_asked_again(make_cfg):
+    asked = []
+
+    async def answer(request):
+        asked.append(request)
+        if len(asked) == 1:
+            request.transport.close()
+        return web.json_response({})
+
+    async def go():
+        app, port = web.Application(), free_port()
+        app.add_routes([web.post("/v1", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        client = Client(make_cfg(f'inference.urls=["http://127.0.0.1:{port}"]'))
+        found = await client.post(0, "/v1", {})
+        await client.session.close()
+        await runner.cleanup()
+        return found
+
+    assert asyncio.run(go()) == {} and len(asked) == 2
+
+
+def test_evaluations_take_the_first_rows_of_their_own_dataset_and_no_more_places_than_the_run(make_cfg, monkeypatch):
+    under_way = Counter()
+
+    async def sample(client, row, prompt, tools, user, own, **options):
+        under_way["now"] += 1
+        under_way["most"] = max(under_way["most"], under_way["now"])
+        await asyncio.sleep(0.01)
+        under_way["now"] -= 1
+        return await ask(prompt, tools, user)
+
+    monkeypatch.setattr(evaluation, "sample", sample)
+    rows = [{"question": str(i)} for i in range(4)]
+    env = SingleTurnEnv([{"question": "?"}], rows, rubric=Rubric([constant]))
+    cfg = make_cfg("eval.num_examples=3", "eval.rollouts_per_example=2", "orchestrator.max_concurrent=4")
+    groups = asyncio.run(evaluation.roll_out(env, SimpleNamespace(cfg=cfg, version=0)))
+    found = [[r.state["prompt"][0]["content"] for r in rollouts] for rollouts in groups]
+    assert found == [["0", "0"], ["1", "1"], ["2", "2"]] and under_way["most"] == 4
+
+
+def test_a_lost_rollout_keeps_nothing_that_it_earned():
+    r = Rollout({}, reward=1.0, turn_rewards=[1.0], agent_rewards={"a": 1.0}, metrics={"exact": 1.0})
+    asyncio.run(orchestrator.guard([r], asyncio.sleep(5), 0.06))
+    assert r.error.startswith("TimeoutError") and (r.reward, r.turn_rewards) == (None, None)
+    assert r.agent_rewards == r.metrics == {}
+
+
+def test_of_two_sequences_that_a_prompt_begins_with_the_longer_goes_on():
+    sequences = []
+    for turn, (prompt, ids) in enumerate([([1, 2], [3, 4]), ([1], [2]), ([1, 2, 3, 4, 5], [6])]):
+        orchestrator.extend_or_fork(sequences, prompt, ids, [-1.0] * len(ids), turn)
+    assert [s["tokens"] for s in sequences] == [[1, 2, 3, 4, 5, 6], [1, 2]]
+
+
+def test_a_run_whose_oldest_batches_were_removed_resumes(run):
+    """As checkpoint.keep_batches does."""
+    run_dir = run(3, ANSWERS)
+    (run_dir / "checkpoints" / "step_000002").mkdir()
+    batch_file(run_dir, 0).unlink()
+    assert orchestrator.resume(run_dir, load_config(run_dir / "config.toml"))[:2] == (2, 3)

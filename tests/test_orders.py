@@ -233,3 +233,13 @@ def test_demonstrations_that_are_not_there_or_wrong(line, what, make_cfg, tmp_pa
 def test_arguments_need_an_order(make_cfg):
     with pytest.raises(RunError, match="orchestrator.order_args.* left out without"):
         make_cfg("orchestrator.order_args={path='x'}")
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_demonstrations_are_shuffled_anew_in_every_epoch(demonstrations, make_cfg):
+    order = Demonstrations([], make_cfg(), path=args_of(demonstrations)["path"], share=7 / 16)
+    epochs = [[r.sequences[0]["tokens"] for r in order.extra(step)[0].rollouts] for step in range(3)]
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert not epochs[0] == epochs[1] == epochs[2]

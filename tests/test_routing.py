@@ -3,6 +3,7 @@
 import base64
 import functools
 import io
+import json
 
 import numpy as np
 import pytest
@@ -222,3 +223,18 @@ def test_what_is_wrong_is_said(make_cfg, models):
     ):
         with pytest.raises(DataError, match=problem):
             routing.add_fields(Rollout({"replies": [reply]}, [sequence]))
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_weights_of_experts_add_up_to_one_only_if_the_models_do(mixture, make_cfg, tmp_path):
+    path = mixture("Qwen3Moe")
+    config = json.loads((path / "config.json").read_text()) | {"norm_topk_prob": False}
+    (path / "config.json").write_text(json.dumps(config))
+    cfg = make_cfg(ON, model=path)
+    model = plain_model(cfg)
+    batch = batch_of(tmp_path, with_routes(model, make_sequences()))
+    with torch.no_grad():
+        found_N, _ = trainer.build_policy(cfg)(trainer.collate(batch.sequences, CPU))
+        torch.testing.assert_close(found_N, scored(model, batch.sequences)[0], atol=1e-5, rtol=0)

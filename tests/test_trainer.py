@@ -466,7 +466,7 @@ def test_a_rank_without_a_row_computes_the_shortest_of_the_pass(make_cfg, tmp_pa
             assert not micro["mask_N"].any() and not micro["ce_N"].any()
 
 
-@pytest.mark.parametrize("updates, minibatches", [(1, 1), (2, 3)])
+@pytest.mark.parametrize("updates, minibatches", [(1, 1), (1, 3), (2, 3)])
 @pytest.mark.parametrize("weight, is_known", [("sequence_mask", True), ("sequence_mask", False), ("", False)])
 def test_pi_old_is_the_policy_before_the_first_update(
     weight, is_known, updates, minibatches, make_cfg, tmp_path, monkeypatch
@@ -1527,6 +1527,23 @@ def test_a_node_that_knows_no_server_takes_part_in_the_canary(make_cfg, tmp_path
     assert len(trainer.canary_rows(batch, make_cfg("inference.urls=[]"))) > 0
 
 
+def test_a_worker_that_fails_ends_a_trainer_that_waits_for_nccl():
+    """In NCCL no error reaches rank 0, which here waits for ever."""
+    code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+import trainer
+def post(*_):
+    raise trainer.RunError(trainer.DIED, "no weights today")
+sender = trainer.WeightSender.__new__(trainer.WeightSender)
+sender.spec, sender.urls, sender.pool, sender.post = {"backend": "nccl"}, ["a"], ThreadPoolExecutor(1), post
+with sender.workers_do("receive_weights", [{}]):
+    time.sleep(3600)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 3 and "[trainer] exit=3 no weights today" in done.stderr, done.stderr
+
+
 def test_the_canary_asks_for_the_plain_distribution(make_cfg):
     """What a request leaves out, a server that was started by hand takes from a model's generation_config.json."""
     asked = []
@@ -1613,3 +1630,262 @@ def test_whatever_answers_before_the_server_is_waited_for(make_cfg, tmp_path, mo
     monkeypatch.setattr(sender, "http", SimpleNamespace(get=lambda url: bad))
     with pytest.raises(RunError, match="502 <html>bad gateway, for inference.startup_timeout = 1 s"):
         sender.wait_ready(cfg.inference.urls[0])
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_gradients_are_clipped_to_a_norm_over_all_parameters(dtype, make_cfg, tmp_path):
+    """The optimizer gets the direction at the length max_grad_norm; what is logged is the length before."""
+    batch = batch_of(tmp_path, make_sequences())
+    before, whole, _ = gradients(make_cfg(f"trainer.dtype={dtype}", UNCLIPPED), batch)
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in whole.values()))
+    after, clipped, _ = gradients(make_cfg(f"trainer.dtype={dtype}", f"trainer.max_grad_norm={norm / 3}"), batch)
+    assert before["optim/grad_norm"] == pytest.approx(norm, rel=1e-3) == after["optim/grad_norm"]
+    same({name: grad / 3 for name, grad in whole.items()}, clipped)
+
+
+def test_adamw_has_the_rate_the_decay_and_the_beta_of_the_config(make_cfg):
+    cfg = make_cfg("trainer.learning_rate=0.01", "trainer.weight_decay=0.1", "trainer.adam_beta2=0.95")
+    (group,) = trainer.make_optimizer(trainer.build_policy(cfg), cfg.trainer).param_groups
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.01, 0.1, (0.9, 0.95))
+
+
+def test_dropout_is_another_on_every_rank_and_at_every_step(make_cfg, monkeypatch):
+    """With another seed as well, and the same if a step is made again."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.1)
+
+    def drawn(step, rank, seed=0):
+        monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
+        trainer.begin_step(optimizer, step, make_cfg(f"seed={seed}"))
+        return torch.rand(1).item()
+
+    found = [drawn(step, rank) for step in (0, 1, 2) for rank in (0, 1)]
+    assert len({*found, drawn(0, 0, seed=1)}) == 7 and drawn(1, 1) == found[3]
+
+
+def test_every_pass_divides_the_batch_anew(make_cfg, tmp_path, monkeypatch):
+    cfg, drawn, honest = make_cfg("trainer.updates_per_batch=2", "trainer.minibatches=3"), [], trainer.draw_minibatches
+
+    def spy(sequences, seed, num):
+        parts = honest(sequences, seed, num)
+        drawn.append([[int(s["at"][0]) for s in part] for part in parts])
+        return parts
+
+    monkeypatch.setattr(trainer, "draw_minibatches", spy)
+    policy = trainer.build_policy(cfg)
+    for step in (0, 1):
+        trainer.train_step(policy, adamw(policy), batch_of(tmp_path, make_sequences()), step, cfg)
+    assert len(drawn) == len({str(parts) for parts in drawn}) == 4
+
+
+def test_the_log_probability_that_is_kept_is_that_of_the_first_pass(make_cfg, tmp_path):
+    cfg, batch = make_cfg("trainer.updates_per_batch=2"), batch_of(tmp_path, ragged())
+    policy = trainer.build_policy(cfg)
+    _, logp_T = trainer.train_step(policy, adamw(policy, 1e-2), batch, 0, cfg)
+    torch.testing.assert_close(logp_T[logp_T != 0], scored(plain_model(cfg), batch.sequences)[0], atol=1e-5, rtol=0)
+
+
+def test_the_reference_moves_by_alpha_after_every_so_many_batches(make_cfg, tmp_path):
+    cfg = make_cfg("trainer.beta=0.1", "trainer.ref_sync_steps=2", "trainer.ref_sync_alpha=0.25")
+    policy, batch = trainer.build_policy(cfg), batch_of(tmp_path, make_sequences())
+    optimizer = adamw(policy, 1e-2)
+    name, p = next(iter(policy.trained().items()))
+    expected = p.detach().clone()
+    for step in range(5):
+        if step in (2, 4):
+            expected.lerp_(p.detach(), 0.25)
+        trainer.train_step(policy, optimizer, batch, step, cfg)
+        torch.testing.assert_close(policy.extra[f"ref/{name}"], expected, atol=0, rtol=0)
+
+
+def test_where_the_samplers_log_probability_is_unknown_the_ratio_is_one_and_has_a_gradient(make_cfg, tmp_path):
+    sequences = [s | {"old_logp": [math.nan] * len(s["tokens"])} for s in make_sequences()]
+    batch = batch_of(tmp_path, sequences, offline=True)
+    same(*(gradients(make_cfg(f"trainer.loss={loss}", UNCLIPPED), batch)[1] for loss in ("cispo", "grpo")), 1e-6)
+
+
+def test_the_scale_of_fp16_rises_again_to_what_it_was():
+    policy = SimpleNamespace(extra={"fp16_scale": torch.tensor(8.0)})
+    found = []
+    for grad_norm in (math.inf, 1.0, *[1.0] * 200):
+        trainer.adapt_loss_scale(policy, grad_norm)
+        found.append(policy.extra["fp16_scale"].item())
+    assert found[:2] == [0.5, pytest.approx(0.51)] and found[-1] == max(found) == 8.0
+
+
+def test_the_canary_hears_every_server(make_cfg):
+    cfg = make_cfg('inference.urls=["http://127.0.0.1:1", "http://127.0.0.1:2"]')
+    policy = trainer.build_policy(cfg)
+
+    def say(version, rows, num):
+        true_N = trainer.score(policy, [[*row, *[5] * num] for row in rows], num)
+        answers = [([5] * num, logps) for logps in true_N.view(len(rows), num).tolist()]
+        return answers + [(ids, [x - off for x in logps]) for ids, logps in answers]
+
+    sender = SimpleNamespace(urls=cfg.inference.urls, ask=say)
+    off = 0.0
+    assert trainer.canary(sender, policy, 0, cfg, None)["sync/dlogp_max"] < 1e-5
+    off = 0.1
+    with pytest.raises(RunError, match="canary after sync of version 0"):
+        trainer.canary(sender, policy, 0, cfg, None)
+
+
+@pytest.mark.parametrize("dtype, key", [("fp32", "sync/dlogp_max"), ("bf16", "sync/dlogp_mean")])
+def test_max_sync_dlogp_overrides_the_limit(dtype, key, make_cfg):
+    logp_N, other_N = torch.zeros(4), torch.tensor([0.0, 0.0, 0.0, 0.4])
+    for limit, is_within in ((0.0, False), (0.09, False), (0.5, True)):
+        t = make_cfg(f"trainer.dtype={dtype}", f"trainer.max_sync_dlogp={limit}").trainer
+        numbers, problem = trainer.compare(logp_N, other_N, t, 0.05, "it")
+        assert (not problem) == is_within and (is_within or key in problem.rpartition(";")[2])
+
+
+def test_a_step_far_from_the_sampler_is_useless_unless_it_is_a_replay():
+    far = {"optim/grad_norm": 1.0, "policy/kl_sampler": 1.1}
+    assert trainer.count_useless(1, far, 0, False) == 2 and trainer.count_useless(1, far, 0, True) == 0
+    assert trainer.count_useless(1, far | {"policy/kl_sampler": 0.9}, 0, False) == 0
+
+
+def test_a_head_in_fp32_computes_in_fp32(make_cfg):
+    model = plain_model(make_cfg()).bfloat16()
+    policy = trainer.Policy(model, CPU, torch.float32)
+    hidden_ND, target_N = torch.randn(9, 64).bfloat16(), torch.arange(9)
+    weight_VD = model.get_output_embeddings().weight.float()
+    found, _ = policy.head({"weight": weight_VD}, hidden_ND, target_N, torch.ones(9))
+    expected = (hidden_ND.float() @ weight_VD.T).log_softmax(-1)[target_N, target_N]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_no_version_is_live_before_its_canary(make_cfg, tmp_path, monkeypatch):
+    def canary(*args):
+        raise RunError(3, "differs")
+
+    monkeypatch.setattr(trainer, "canary", canary)
+    monkeypatch.setattr(trainer, "send_weights", lambda *args: None)
+    with pytest.raises(RunError, match="differs"):
+        trainer.sync_weights(SimpleNamespace(run_dir=tmp_path), None, 3, make_cfg())
+    assert not (tmp_path / "version").exists()
+
+
+def test_a_cap_on_logits_comes_before_the_temperature(make_cfg):
+    """As in a sampler of Gemma 2, whose logits are capped before they are divided."""
+    model = plain_model(make_cfg())
+    model.config.final_logit_softcapping = 0.5
+    hidden_ND, target_N, temperature_N = torch.randn(9, 64), torch.arange(9), torch.linspace(0.5, 1.5, 9)
+    weight_VD = model.get_output_embeddings().weight
+    found, _ = trainer.Policy(model, CPU).head({"weight": weight_VD}, hidden_ND, target_N, temperature_N)
+    capped_NV = torch.tanh(hidden_ND @ weight_VD.T / 0.5) * 0.5
+    expected = (capped_NV / temperature_N[:, None]).log_softmax(-1)[range(9), target_N]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_what_is_not_trainable_has_no_part_in_a_baseline(make_cfg, tmp_path):
+    """A rollout of the same group and agent, in which another version of the policy spoke."""
+    cfg, sequences = make_cfg(UNCLIPPED), make_sequences(4)
+    other = make_sequences(1, seed=5)[0] | {"trainable": False, "rollout": 4, "reward": 100.0}
+    same(*(gradients(cfg, batch_of(tmp_path, found))[1] for found in (sequences, [*sequences, other])))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_difference_that_is_no_number_is_a_problem(dtype, make_cfg):
+    t = make_cfg(f"trainer.dtype={dtype}").trainer
+    assert trainer.compare(torch.zeros(2), torch.tensor([0.0, math.nan]), t, 0.2, "it")[1]
+
+
+def test_loras_factors_are_trained_in_fp32(make_cfg):
+    policy = trainer.build_policy(make_cfg("trainer.use_lora=true", "trainer.dtype=bf16"))
+    assert {p.dtype for p in policy.trained().values()} == {torch.float32}
+
+
+def test_the_canary_has_no_dropout(make_cfg, monkeypatch):
+    cfg, modes = make_cfg('inference.urls=["http://127.0.0.1:1"]'), []
+    policy, score = trainer.build_policy(cfg), trainer.score
+    monkeypatch.setattr(trainer, "score", lambda policy, *rest: modes.append(policy.training) or score(policy, *rest))
+
+    def say(version, rows, num):
+        true_N = score(policy, [[*row, *[5] * num] for row in rows], num)
+        return [([5] * num, logps) for logps in true_N.view(len(rows), num).tolist()]
+
+    trainer.canary(SimpleNamespace(urls=cfg.inference.urls, ask=say), policy, 0, cfg, None)
+    assert modes == [False] and policy.training
+
+
+def test_weights_whose_sum_overflows_are_finite():
+    trainer.refuse_non_finite({"a": torch.full((4,), 3e38)}, "it")
+
+
+def test_the_longer_of_two_warm_ups_counts():
+    t = SimpleNamespace(lr_scheduler_type="linear", warmup_steps=3, warmup_ratio=0.2)
+    assert trainer.schedule(3, t, 100) == 4 / 21 and trainer.schedule(20, t, 100) == 1
+
+
+def test_loras_dropout_is_on_its_own_input_alone(make_cfg, tmp_path):
+    """As long as B = 0 it changes nothing; the frozen layer always gets the whole input."""
+    micro = trainer.collate(batch_of(tmp_path, make_sequences()).sequences, CPU)
+    policy = trainer.build_policy(make_cfg("trainer.use_lora=true", "trainer.lora_dropout=0.5"))
+    assert policy.training and torch.equal(policy(micro)[0], policy(micro)[0])
+
+
+def test_after_known_prompts_the_canary_is_stricter(make_cfg, tmp_path):
+    """0.1 nats are too many after a batch's prompts, and few after random ids."""
+    cfg = make_cfg("trainer.dtype=bf16", 'inference.urls=["http://127.0.0.1:1"]')
+    policy, batch = trainer.build_policy(cfg), batch_of(tmp_path, make_sequences())
+
+    def say(version, rows, num):
+        true_N = trainer.score(policy, [[*row, *[5] * num] for row in rows], num)
+        return [([5] * num, logps) for logps in (true_N - 0.1).view(len(rows), num).tolist()]
+
+    sender = SimpleNamespace(urls=cfg.inference.urls, ask=say)
+    assert trainer.canary(sender, policy, 0, cfg, None)
+    with pytest.raises(RunError, match="may be at most 0.05"):
+        trainer.canary(sender, policy, 1, cfg, batch)
+
+
+def test_a_policy_that_is_not_finite_is_written_into_no_checkpoint(trained, make_cfg, tmp_path):
+    cfg = make_cfg()
+    policy, optimizer = trained(cfg)
+    next(iter(policy.trained().values())).data[0] = math.nan
+    with pytest.raises(RunError, match="1 of .* tensors are not finite: policy/model") as e:
+        trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
+    assert e.value.code == 5 and not any((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_replay_takes_batches_in_the_order_of_their_steps(make_cfg, tmp_path):
+    for n in (2, 0, 10, 1):
+        (tmp_path / f"step_{n:06d}.safetensors").touch()
+    files = trainer.saved_batches(SimpleNamespace(replay=tmp_path, run=make_cfg("max_steps=9").run))
+    assert [int(path.stem[5:]) for path in files] == [0, 1, 2, 10]
+
+
+def test_every_worker_of_every_server_has_a_rank_of_its_own(make_cfg, tmp_path, monkeypatch):
+    urls = 'inference.urls=["http://127.0.0.1:1", "http://127.0.0.1:2"]'
+    keys = (urls, "inference.args.tensor_parallel_size=2", "inference.gpus=4")
+    sender = trainer.WeightSender(make_cfg(*keys), tmp_path, CPU)
+    asked = []
+    monkeypatch.setattr(sender, "wait_ready", lambda url: trainer.configs.served_name(sender.cfg))
+    monkeypatch.setattr(sender, "post", lambda url, path, body: asked.append((url[-1], body["args"][0]["first_rank"])))
+    monkeypatch.setattr(trainer, "make_process_group", lambda store, rank, spec: asked.append(spec["size"]))
+    sender.connect()
+    assert sorted(asked, key=str) == [("1", 1), ("2", 3), 5]
+
+
+def test_a_run_goes_on_from_the_last_checkpoint(trained, make_cfg, tmp_path):
+    cfg = make_cfg("checkpoint.keep=9")
+    policy, optimizer = trained(cfg)
+    for step in (2, 4, 10):
+        trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
+    (tmp_path / "metrics.jsonl").touch()
+    assert trainer.resume(tmp_path, policy, optimizer, cfg) == 10
+
+
+def test_gradients_of_several_ranks_add_up_in_fp32(make_cfg):
+    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16"))
+    sharded = [module for module in policy.modules() if isinstance(module, trainer.fsdp.FSDPModule)]
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in sharded]
+    assert len(groups) > 2 and {group.mp_policy.reduce_dtype for group in groups} == {torch.float32}
+
+
+def test_max_tokens_is_the_runs_limit_and_not_the_longest_sequence(tmp_path):
+    """dr_grpo divides by it: a constant, whatever the batch."""
+    assert batch_of(tmp_path, make_sequences(), max_tokens=999).info["max_tokens"] == 999

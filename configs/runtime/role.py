@@ -103,6 +103,21 @@ def exit_code(error, text):
     return DATA if is_mistake and place_of(error) else DIED
 
 
+def fail(role, e):
+    """Reports how a role failed, and ends the process with the exit code for that, from any thread."""
+    error = first_cause(e)
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RunError: ")
+    code = exit_code(error, text)
+    if not isinstance(error, RunError):
+        text += place_of(error)
+    report(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
+    with suppress(OSError):  # a full disk must not change the code
+        if code == DIED or (code == DATA and not hasattr(error, "code")):
+            sys.__excepthook__(type(error), error, error.__traceback__)
+        print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
+    os._exit(code)  # not sys.exit: threads that wait for a dead peer would hold the process
+
+
 def run_role(role, module=None):
     """Runs `main(sys.argv[1:])` of a module, reports how it failed, and exits with the code for that.
 
@@ -110,7 +125,6 @@ def run_role(role, module=None):
     second copy. With PYTHONFAULTHANDLER, which the launcher sets, SIGABRT prints every thread's stack."""
     end_with_parent()
     STDOUT.append(os.dup(1))
-    code = 0
     try:
         importlib.import_module(module or role).main(sys.argv[1:])
         with suppress(OSError, ValueError):  # user code may have closed it
@@ -118,14 +132,5 @@ def run_role(role, module=None):
     except BaseException as e:  # not sys.excepthook, which torch.distributed wraps
         if isinstance(e, SystemExit | KeyboardInterrupt) and not place_of(e):
             raise  # argparse's, or a signal's; user code's is an error
-        error = first_cause(e)
-        text = f"{type(error).__name__}: {' '.join(str(error).split())}".removeprefix("RunError: ")
-        code = exit_code(error, text)
-        if not isinstance(error, RunError):
-            text += place_of(error)
-        report(f"[{role}] exit={code} pid={os.getpid()} rank={os.environ.get('RANK', 0)} {text}")
-        with suppress(OSError):  # a full disk must not change the code
-            if code == DIED or (code == DATA and not hasattr(error, "code")):
-                sys.__excepthook__(type(error), error, error.__traceback__)
-            print(f"[{role}] exit={code} {text}", file=sys.stderr, flush=True)
-    os._exit(code)  # not sys.exit: threads that wait for a dead peer would hold the process
+        fail(role, e)
+    os._exit(0)
