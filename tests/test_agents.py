@@ -763,3 +763,32 @@ def test_a_header_says_that_an_answer_is_not_trained_and_a_path_names_an_agent_b
 
     play(agent, Sees(*[{"content": "a"}] * 4))
     assert found == [("a", False), ("a", False), ("a", True), ("b", True)]
+
+
+class Cut(Policy):
+    """Its answers end at a limit."""
+
+    async def __call__(self, *args, **kwargs):
+        reply = await super().__call__(*args, **kwargs)
+        reply["choices"][0]["finish_reason"] = "length"
+        return reply
+
+
+@pytest.mark.parametrize("route, body, own, key, said", [
+    ("responses", {"input": "q", "max_output_tokens": 3}, {"max_tokens": 3}, "status", "incomplete"),
+    ("messages", {"messages": [{"role": "user", "content": "q"}], "max_tokens": 3, "stop_sequences": ["z"]},
+     {"max_tokens": 3, "stop": ["z"]}, "stop_reason", "max_tokens"),
+])  # fmt: skip
+def test_limits_of_other_formats_reach_the_policy_and_come_back(route, body, own, key, said):
+    async def agent(base_url):
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:  # vLLM is imported
+            return (await http.post(f"{base_url}/{route}", json=body | {"model": "m"})).json()
+
+    policy = Cut({"content": "a"})
+    assert play(agent, policy)["result"][key] == said and own.items() <= policy.own[0].items()
+
+
+def test_thoughts_that_an_agent_sends_back_are_in_the_next_prompt():
+    for name in ("reasoning", "reasoning_content"):
+        message = {"role": "assistant", "content": "4", name: "two and two"}
+        assert endpoint.as_chat({"messages": [message]}) == [message]

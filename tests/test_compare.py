@@ -335,3 +335,33 @@ def test_training_rewards_where_there_are_no_evaluations():
     assert found["steps_to_threshold"] == 11 and found["time"]["seconds_to_threshold"] == 5.5
     nothing, points = compare.figures([], [], 1, 20, 0.5)
     assert nothing["score"] is None and points == [] and nothing["kl"] is None
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_of_five_arms_the_first_is_compared_with_each():
+    said = comparison.compare_pairs({arm: {0: 0.5} for arm in "abcde"})
+    assert [text[:7] for text in said] == ["a and b", "a and c", "a and d", "a and e"]
+
+
+def test_a_run_that_never_gets_there_is_later_than_all_others():
+    cells = [comparison.time_cell(values) for values in ([4, None, None], [4, 6, None])]
+    assert cells == ["- (1 of 3)", "6 (2 of 3)"]
+
+
+def test_a_run_that_ended_keeps_its_last_score():
+    points = [(0, 0.2), (10, 0.6)]
+    assert compare.area(points, 20) == pytest.approx(0.5)  # 0.4 on average to step 10, then 0.6
+    assert [comparison.held(points, step) for step in (0, 9, 10, 20)] == [0.2, 0.2, 0.6, 0.6]
+
+
+def test_a_runs_margin_is_over_the_rows_of_all_environments_and_its_lost_rollouts_are_the_last_evaluations():
+    about = {"reward/mean": 0.5, "step": 0, "rows": [0.0, 0.0]}
+    rounds = [[about | {"env": env, "errors": errors} for env in "ab"] for errors in (0, 1)]
+    rounds[1][0] |= {"rows": [0.0, 1.0]}
+    assert compare.row_margin(rounds) == pytest.approx(1.96 * 0.5 / 2)  # deviation 1/2, of 4 rows
+    steps = [{"version": i, "policy/kl_sampler": kl} for i, kl in enumerate((0.01, 0.02, 0.9))]
+    evals = [line | {"due": i} for i, pair in enumerate(rounds) for line in pair]
+    found, _ = compare.figures(steps, evals, 2, 3, 2)
+    assert found["lost"] == 2 and found["kl"] == 0.02  # the median: one step may be far off

@@ -561,3 +561,27 @@ def test_what_must_be_above_0(override, tmp_path):
     key, _, _ = override.partition("=")
     with pytest.raises(RunError, match=f"key '{key}' = 0.*: must be above 0"):
         load(tmp_path, BASE.format(model="m"), override)
+
+
+SAME = {  # a name of vf-rl's or TRL's -> our key, and a value
+    "max_new_tokens": ("orchestrator.sampling.max_tokens", 9),
+    "group_size": ("orchestrator.rollouts_per_example", 32),
+    "max_prompt_length": ("orchestrator.max_prompt_len", 77),
+    "zero_truncated_completions": ("orchestrator.zero_truncated_completions", True),
+    "async_generation_timeout": ("orchestrator.generation_timeout", 99.0),
+    "top_k": ("orchestrator.sampling.top_k", 5),
+    "min_p": ("orchestrator.sampling.min_p", 0.25),
+    "repetition_penalty": ("orchestrator.sampling.repetition_penalty", 1.25),
+    "save_total_limit": ("checkpoint.keep", 3),
+    "kl_coef": ("trainer.beta", 0.125),
+    "vllm_importance_sampling_clip_min": ("trainer.importance_args", {"low": 0.5}),
+}
+
+
+def test_every_old_name_stands_for_the_key_that_means_the_same(tmp_path):
+    lines = [f"{name} = {json.dumps(value if name[:4] != 'vllm' else 0.5)}" for name, (_, value) in SAME.items()]
+    lines.append(
+        'vllm_importance_sampling_mode = "sequence_mask"\n[orchestrator.sampling]\nallow_biased_sampling = true'
+    )
+    flat = load(tmp_path, VF_RL_ARGS + "\n".join(lines)).flat
+    assert {key: flat[key] for key, _ in SAME.values()} == dict(SAME.values())

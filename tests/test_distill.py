@@ -282,3 +282,22 @@ def test_a_frozen_teacher_is_the_base_and_reads_the_rollouts_tools(frozen, make_
     assert sequence["teacher_logp"].tolist() == [0.0, -1.0] and asked[0]["tools"] == rollout.state["tools"]
     name = served_name(Client.cfg, None if frozen else 7)
     assert [body["model"] for body in asked] == [name, name] and name != served_name(Client.cfg, 8)
+
+
+def test_a_teacher_elsewhere_is_asked_there_by_its_name_and_reads_as_the_run_does(make_cfg):
+    elsewhere = ["teacher.weight=0.5", "teacher.base_url=http://127.0.0.1:9", "teacher.model=large"]
+    keys = ["teacher.prompt=test_distill:asks", "orchestrator.sampling.chat_template_kwargs={think=true}"]
+    asked = []
+
+    class Client:
+        cfg, attempt, version = make_cfg(*elsewhere, *keys), 0, 7
+
+        async def post(self, group, path, body, base_url):
+            asked.append((base_url, body["model"], body.get("chat_template_kwargs")))
+            return {"tokens": [1], "choices": [{"prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}]}
+
+    sequence = {"trainable": True, "tokens": np.array([5, 6]), "mask": np.array([False, True])}
+    rollout = SimpleNamespace(state={}, sequences=[sequence])
+    asyncio.run(distill.teach_one(rollout, [rollout.state], 0, Client()))
+    there = ("http://127.0.0.1:9", "large")
+    assert asked == [(*there, {"think": True}), (*there, None)]

@@ -556,3 +556,44 @@ def test_a_partial_may_set_the_state_of_a_tool():
     env = ToolEnv(ROWS, [functools.partial(note, state={"answer": "mine"})], max_turns=2)
     state, _, _ = play(env, ROWS[0], calls(("note", '{"text": "a"}')), "done")
     assert state["completion"][1]["content"] == "amine"
+
+
+def test_a_row_with_a_question_and_a_prompt_is_asked_by_its_prompt():
+    row = {"question": "2 + 2?", "prompt": [{"role": "user", "content": "Add 2 and 2."}]}
+    assert SingleTurnEnv([row]).start(row)["prompt"] == row["prompt"]
+
+
+def test_what_is_set_for_a_function_holds_against_what_the_rollout_has():
+    """A rubric's own parser against the environment's, and a partial's answer against the row's."""
+
+    def right(answer, parser):
+        return float((answer, parser) == ("mine", "the rubric's"))
+
+    rubric = Rubric([functools.partial(right, answer="mine")], parser="the rubric's")
+    assert play(SingleTurnEnv(ROWS, rubric=rubric, parser="another"), ROWS[0], "x")[1] == 1.0
+
+
+def test_a_module_of_the_users_hides_a_shipped_task_of_its_name(tmp_path, monkeypatch):
+    task = "import env\n\ndef load_environment():\n    return env.SingleTurnEnv([{'question': 'mine'}])\n"
+    (tmp_path / "judge_style.py").write_text(task)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_environment("judge_style", {}).dataset == [{"question": "mine"}]
+    del sys.modules["judge_style"]
+
+
+def test_half_of_the_default_tasks_reward_is_for_the_whole_word():
+    for id in ("reverse_text", "reverse_vf"):
+        env = load_environment(id, {"num_train": 1, "num_eval": 1})
+        row = env.dataset[0]
+        _, reward, metrics = play(env, row, row["answer"][:-1])
+        assert 0.8 < metrics["similarity"] < 1 and reward == metrics["similarity"] / 2, id
+        assert play(env, row, row["answer"])[1] == 1
+
+
+def test_no_row_of_a_shipped_task_is_both_trained_on_and_held_out(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("ab", "cd", "ef")))
+    args = {"reverse_text_qwen3": {"path": str(tmp_path / "rows.jsonl"), "num_eval": 1}, "judge_style": {}}
+    for id, given in args.items():
+        env = load_environment(id, given)
+        questions = [{row["question"] for row in rows} for rows in (env.dataset, env.eval_dataset)]
+        assert all(questions) and questions[0].isdisjoint(questions[1]), id

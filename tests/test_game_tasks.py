@@ -420,3 +420,20 @@ def test_format_reward_of_thoughts(text, expected):
 ])  # fmt: skip
 def test_boxed_answer(text, expected):
     assert extract_boxed_answer(text) == expected
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_a_policy_that_judges_has_no_cache_of_another_version_and_a_judge_has_the_rubrics_weight(monkeypatch):
+    with serve(lambda text, model, call: "<score>3</score>") as fake:
+        monkeypatch.setenv("ROLEMODEL_POLICY_URL", fake.url)
+        env = SingleTurnEnv([{"question": "?"}], rubric=JudgeRubric(0.5, "taste"))
+        for _ in range(2):
+            assert play(env, env.dataset[0], "x")[1:] == (0.15, {"taste": 0.3})
+        assert len({body["cache_salt"] for body in fake.bodies}) == 2
+
+
+def test_the_best_guess_of_a_game_counts_and_not_its_last():
+    guesses = says("<guess>ample</guess>", "", "<guess>crane</guess>")
+    assert wordle.best_greens(guesses, "apple", wordle.make_parser(False)) == 0.8

@@ -646,3 +646,9 @@ def test_a_lost_connection_is_no_mistake_of_the_users_code():
             raise error
         except Exception as e:
             assert exit_code(e, str(e)) == code
+
+
+def test_a_server_gives_the_probabilities_it_samples_by_the_experts_it_took_and_the_canary_before_rollouts(planned):
+    found = flags(planned("trainer.replay_routing=true", gpus="01")["inference"])
+    assert found["--logprobs-mode"] == ["processed_logprobs"] and found["--scheduling-policy"] == ["priority"]
+    assert "--enable-return-routed-experts" in found

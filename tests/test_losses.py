@@ -249,6 +249,7 @@ def test_permuted_rewards_are_the_same_on_every_rank():
     for seed in (0, 1):
         torch.manual_seed(seed)
         found.append([losses.permuted(rewards, [{"env": "e", "group": g}] * 8).tolist() for g in range(20)])
+        assert torch.initial_seed() == seed  # which dropout draws from
     assert found[0] == found[1] and len({tuple(row) for row in found[0]}) > 15
     assert all(sorted(row) == (rewards - 3.5).tolist() for row in found[0])
 

@@ -9,6 +9,8 @@ import pytest
 import transformers
 from conftest import BASE, ROOT
 
+from tools import memory
+
 # One process for all cases: it takes seconds to import torch.
 SCRIPT = """
 import json, sys, configs
@@ -44,6 +46,7 @@ KEPT = "trainer.gradient_checkpointing=false"
 CASES = {
     "full": [FULL],
     "two ranks": [FULL, "trainer.gpus=2"],
+    "offload": [FULL, "trainer.offload_optimizer=true"],
     "LoRA": [LORA, "trainer.lora_rank=8", "trainer.compile=true"],
     "larger": [LORA, "trainer.micro_batch_size=8"],
     "kept": [LORA, KEPT],
@@ -87,6 +90,7 @@ def test_between_steps_there_are_weights_and_moments(needed):
     assert needed["LoRA"]["state"] == pytest.approx(2 * num_params() + 12 * factors, rel=0.01)
     # A step's last backward has the gradients as well.
     assert needed["full"]["backward"] > needed["full"]["state"] + 4 * num_params()
+    assert needed["full"]["backward"] - needed["offload"]["backward"] == pytest.approx(16 * num_params(), rel=0.01)
 
 
 def test_activations_grow_with_the_micro_batch_and_shrink_with_recomputation(needed):
@@ -122,3 +126,23 @@ def test_it_says_which_key_to_turn(needed, tmp_path, config_only):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert "check: estimate for a GPU of 0 GiB: trainer 0." in done.stdout
     assert done.returncode == 2 and "[estimate] exit=2 does not fit: the trainer needs 0." in done.stderr
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_a_trainer_beside_vllm_has_what_is_left_of_the_card(make_cfg):
+    gib = memory.GIB
+    found = memory.Need(gib, 7 * gib, 7 * gib, 2 * gib, gib, 6 * gib, 8 * gib, 640)
+    cfg = make_cfg("orchestrator.max_concurrent=30")
+    assert memory.problems_of(found, cfg, 16 * gib, False) == []
+    (problem,) = memory.problems_of(found, cfg, 16 * gib, True)
+    assert problem.startswith("the trainer needs 7.0 GiB of 6.8: ")
+    told = "room for 10 rollouts of max_seq_len at once (max_concurrent asks for 15"
+    assert told in memory.describe(found, cfg, gib, 2)
+
+
+def test_a_server_of_adapters_has_a_slot_for_each_version(needed):
+    """max_staleness + 3 of them, of the rank that vLLM is told."""
+    factors = LAYERS * 8 * (3 * (HIDDEN + INNER) + 2 * (HIDDEN + HEADS * HEAD_DIM) + 2 * (HIDDEN + KV_HEADS * HEAD_DIM))
+    assert needed["LoRA"]["weights"] - needed["full"]["weights"] == 2 * 4 * factors

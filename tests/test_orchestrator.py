@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
-from conftest import all_batches, free_port, lines
+from conftest import all_batches, free_port, lines, make_sequences
 
 import orchestrator
 import trainer
@@ -1074,10 +1074,10 @@ def test_seeds_of_evaluations_are_the_runs_and_their_limit_is_their_own(make_cfg
     monkeypatch.setattr(evaluation, "sample", sample)
     env = SingleTurnEnv([{"question": "?"}], [{"question": "?"}], rubric=Rubric([constant]))
     for seed in (0, 1, 1):
-        cfg = make_cfg(f"seed={seed}", "eval.max_tokens=5")
+        cfg = make_cfg(f"seed={seed}", "eval.max_tokens=5", "eval.temperature=0.5")
         asyncio.run(evaluation.roll_out(env, SimpleNamespace(cfg=cfg, version=0)))
     first, second, third = (options["seed"] for options in asked)
-    assert first != second == third and {options["max_tokens"] for options in asked} == {5}
+    assert first != second == third and {(o["max_tokens"], o["temperature"]) for o in asked} == {(5, 0.5)}
 
 
 def test_a_lost_connection_is_asked_again(make_cfg):
@@ -1143,3 +1143,73 @@ def test_a_run_whose_oldest_batches_were_removed_resumes(run):
     (run_dir / "checkpoints" / "step_000002").mkdir()
     batch_file(run_dir, 0).unlink()
     assert orchestrator.resume(run_dir, load_config(run_dir / "config.toml"))[:2] == (2, 3)
+
+
+def test_a_row_passes_at_k_if_one_of_its_rollouts_does():
+    found = eval_metrics([[Rollout({}, reward=1.0), Rollout({}, reward=0.0)], [Rollout({}, reward=0.0)] * 2])
+    assert (found["pass@1"], found["pass@k"], found["k"]) == (0.25, 0.5, 2)
+
+
+def test_the_context_that_is_left_is_a_limit_of_a_tool_call_as_well(make_cfg):
+    """The prompt of sampled() takes 2 of 18 tokens."""
+    cfg = make_cfg("max_seq_len=18", "orchestrator.sampling.max_tokens=17")
+    assert [sampled(cfg, reason="tool_calls", num=num)[1].is_cut for num in (15, 16)] == [False, True]
+
+
+def test_only_the_first_prompt_of_a_rollout_may_be_too_long(make_cfg):
+    async def ask_longer(prompt, tools=None, user="", own=()):
+        return (await ask(prompt))._replace(prompt_ids=[1, 2] if prompt == "first" else [1] * 9)
+
+    class Grows(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            state["completion"] += [await generate("first"), await generate("second")]
+
+    (r,) = rollouts_of(make_cfg("orchestrator.max_prompt_len=3"), Grows, ask=ask_longer)
+    assert r.num_turns == 2 and not r.truncated and not r.error
+
+
+def test_a_rollout_is_as_old_as_its_first_turn(make_cfg, tmp_path):
+    live = itertools.count(3)
+
+    async def ask_later(prompt, tools=None, user="", own=()):
+        return (await ask(prompt))._replace(versions=[next(live), next(live)])
+
+    (r,) = rollouts_of(make_cfg(), Twice, ask=ask_later)
+    assert r.versions == [3, 4, 5, 6]
+    orchestrator.append_rollouts(tmp_path / "lines", 7, [Group("e", 0, 0, [r], "")])
+    assert lines(tmp_path / "lines")[0]["version"] == 3
+
+
+def test_what_is_logged_of_a_batch_is_of_all_its_rollouts():
+    """The deviation is that of these rewards, not an estimate of more."""
+    kept = [Rollout({}, reward=reward, versions=[0, 0]) for reward in (1.0, 0.0)]
+    long = [Rollout({}, truncated=True) for _ in range(2)]
+    found = rollout_metrics([Group("e", 0, 0, kept, ""), Group("e", 1, 1, long, "long")], 0)
+    assert found["rollout/truncated"] == 0.5 and found["reward/std"] == 0.5
+
+
+def test_groups_of_a_batch_are_in_their_order_whichever_ends_first(make_cfg):
+    async def job(index, row):
+        await asyncio.sleep(0.05 * (2 - index))
+        return Group("e", index, row, [], "")
+
+    groups = asyncio.run(orchestrator.fill(Order([{}] * 3, make_cfg()), 3, 0, job))
+    assert [group.index for group in groups] == [0, 1, 2]
+
+
+def test_a_batch_has_the_memory_that_its_order_had_when_it_was_committed(make_cfg, tmp_path, monkeypatch):
+    """An order may change it while the file is written."""
+    cfg = make_cfg()
+    order = Order([{}], cfg, {"next": 1, "open": [0], "extra": {"a": 1}})
+    monkeypatch.setattr(orchestrator, "append_rollouts", lambda *_: order.memory.update(a=2))
+    (tokens,) = make_sequences(1)
+    group = Group("e", 0, 0, [Rollout({}, [tokens | {"agent": ""}], [0, 0], reward=1.0)], "")
+    (tmp_path / "batches").mkdir()
+    asyncio.run(orchestrator.commit_batch(0, [group], [], {"e": order}, tmp_path, cfg))
+    state = load_batch(batch_file(tmp_path, 0)).info["sampler"]
+    assert state == {"e": {"next": 1, "open": [], "extra": {"a": 1}}}
+
+
+def test_pass_at_1_is_the_share_of_a_rows_rollouts_that_pass():
+    found = eval_metrics([[Rollout({}, reward=reward) for reward in (1.0, 0.0, 0.0, 0.0)]])
+    assert (found["pass@1"], found["pass@k"]) == (0.25, 1.0)

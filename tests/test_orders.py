@@ -1,5 +1,6 @@
 """configs/algorithms/orders.py: curriculum, retirement, difficulty; and that a resumed run takes the same rows."""
 
+import asyncio
 import json
 import tomllib
 from collections import Counter
@@ -243,3 +244,53 @@ def test_demonstrations_are_shuffled_anew_in_every_epoch(demonstrations, make_cf
     epochs = [[r.sequences[0]["tokens"] for r in order.extra(step)[0].rollouts] for step in range(3)]
     assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
     assert not epochs[0] == epochs[1] == epochs[2]
+
+
+from configs.algorithms.orders import oversample
+
+
+def test_a_mean_reward_beyond_0_to_1_counts_as_the_end_of_it(make_order):
+    """Otherwise the row's chance would be below 0, and it would never come again."""
+    order = make_order(Difficulty)
+    commit(order, [0], 5.0, 3.0)
+    commit(order, [1], -5.0)
+    assert (order.memory["0"], order.memory["1"]) == ([1.0, 0], [0.0, 0]) and order.chance(0) == order.chance(1) == 0.1
+
+
+def test_what_is_refused_is_not_open(make_order):
+    """A run that is resumed would take it first."""
+    order = make_order(Curriculum, ROWS[:4], None, "retire_after=1")
+    commit(order, [2], 1.0, 1.0, dropped="flat")
+    issued = {order.take(0)[0] for _ in range(9)}
+    assert order.open == issued
+
+
+def test_demonstrations_are_read_and_end_as_the_run_asks(demonstrations, make_cfg, tmp_path):
+    """With sampling.stop, chat_template_kwargs, and the stop tokens of the model's generation_config.json."""
+    template, path = tmp_path / "own.jinja", args_of(demonstrations)["path"]
+    template.write_text("{{ mark }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+                        "{% if add_generation_prompt %}<|assistant|>{% endif %}")  # fmt: skip
+    tokenizer = toy.make_tokenizer()
+    toy.make_model(tmp_path / "model", tokenizer, layers=1, hidden=64)
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.encode("s")}))
+    keys = [f"chat_template={template}", "orchestrator.sampling.chat_template_kwargs={mark='M'}"]
+    for stop, said in (("['t ']", "it "), ("[]", "it is")):
+        cfg = make_cfg(*keys, f"orchestrator.sampling.stop={stop}", model=tmp_path / "model")
+        _, s = Demonstrations([], cfg, path=path).talks[0]
+        whole = tokenizer.decode(s["tokens"])
+        assert whole == f"M<|user|>say 0<|end|><|assistant|>{said}"
+
+
+def test_what_oversampling_leaves_over_is_taken_again_if_its_step_is_in_the_rows_period(make_order):
+    """It is taken for a batch that is a step and max_staleness later."""
+    rows, left = [row | {"difficulty": "easy"} for row in ROWS], []
+
+    async def job(index, row):
+        return SimpleNamespace(index=index, dropped="")
+
+    for step in (0, 1):
+        keys = ("curriculum={easy=[0, 3]}", "oversampling_factor=2.0", "max_staleness=1")
+        order = make_order(Curriculum, rows, None, *keys)
+        assert [group.index for group in asyncio.run(oversample(order, 2, step, job))] == [0, 1]
+        left.append(order.requeued)
+    assert left == [[2, 3], []]

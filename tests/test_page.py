@@ -157,7 +157,8 @@ def test_a_trace_has_the_numbers_of_the_batch(made_run, capsys, loss, clips, pus
         known = {"old_logp": s["old_logp"][i].item()} if s["mask"][i] else {}
         if s["mask"][i] and s["trainable"]:
             known |= {"logp": known["old_logp"] + 0.5, "ratio": math.exp(0.5), "adv": 0.5, "push": push}
-        names = ("old_logp", "logp", "ratio", "adv", "push")
+            known["kl"] = math.exp(0.5) - 1.5
+        names = ("old_logp", "logp", "ratio", "kl", "adv", "push")
         numbers = {name: found[name] for name in names if found[name] != "not saved"}
         assert {name: float(value) for name, value in numbers.items()} == pytest.approx(known, abs=2e-6)
         assert found["clipped"] == (clips if "logp" in known else "not saved")
@@ -290,3 +291,30 @@ def test_hostile_texts_are_shown_as_text(made_run):
         text = tab.locator("#opened").inner_text()
         assert text.count("calls double") == 2 and text.count("it is 8") == 2  # each result once, with its call
         assert "sequence 2 of 3, agent critic, not trained" in text and tab.locator(".clipped").count() > 5
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_the_table_says_how_a_group_was_made(made_run):
+    """Its staleness is that of its oldest rollout; a prompt that is too long is no error."""
+    found = [line_of(6, 0, i, reward, ["a"]) for i, reward in enumerate((1.0, None, None))]
+    found[1]["error"] = "X: why"
+    for line, version in zip(found, (5, 3, None)):
+        line["version"] = version
+    group = page.group_parts(("training", 6, "task", 0), found, {}, set())
+    assert (group["staleness"], group["errors"], group["rewards"]) == (3, 1, [1.0, None, None])
+
+
+def test_a_row_is_learned_if_its_mean_becomes_1(tmp_path):
+    rows = [[0.0, 0.0, 1.0, 1.0, None], [0.5, 0.7 + 0.2 + 0.1, 0.5, 1.0, 1.0]]
+    write_lines(tmp_path / "eval.jsonl", [{"env": "e", "step": 5 * i, "rows": found} for i, found in enumerate(rows)])
+    first, second = page.find_changes(tmp_path)
+    assert first == {"env": "e", "row": 1, "steps": [0, 5], "learned": True}
+    assert second == {"env": "e", "row": 2, "steps": [0, 5], "learned": False}
+
+
+def test_a_curve_that_is_thinned_ends_with_its_last_step():
+    for num in (1, 399, 400, 1001):
+        shown = page.thinned(list(range(num)))
+        assert shown[-1] == num - 1 and len(shown) <= page.MOST_POINTS

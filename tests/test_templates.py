@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletion
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from configs import load_config
+from configs.models.demonstrations import as_template_sees, up_to_string
 from configs.runtime.role import DATA, RunError
 from tools import evaluate
 
@@ -223,3 +224,14 @@ def test_evaluations_sample_special_tokens_as_training_does(tmp_path):
     toml = tmp_path / "some.toml"
     toml.write_text('model = "m"\n[env]\nid = "e"\n[orchestrator.sampling]\nskip_special_tokens = false\n')
     assert evaluate.sampling_of(load_config(toml), False)["extra_body"] == {"skip_special_tokens": False}
+
+
+def test_the_first_of_several_stop_strings_ends_a_turn():
+    assert up_to_string("4b a", ["a", "b"]) == ("4b", True)
+
+
+@pytest.mark.parametrize("arguments, seen", [('{"x": 7}', {"x": 7}), ({"x": 7}, {"x": 7}), ("x = 7", {})])
+def test_a_template_sees_a_calls_arguments_as_an_object(arguments, seen):
+    """OpenAI's format has them as text."""
+    message = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": arguments}}]}
+    assert as_template_sees(message)["tool_calls"][0]["function"] == {"name": "f", "arguments": seen}

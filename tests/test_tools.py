@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -21,6 +22,7 @@ from plain_server import PlainServer
 from safetensors.numpy import load_file, save_file
 from scripted import play
 
+from configs import load_config
 from configs.environments.judge import Judge
 from configs.environments.parsers import ThinkParser
 from configs.environments.rubrics import GroupRubric
@@ -29,7 +31,7 @@ from configs.environments.tools import ToolEnv
 from configs.models import toy
 from configs.runtime.role import CONFIG, DATA, RunError
 from env import DataError, Rubric, SingleTurnEnv
-from orchestrator import save_batch
+from orchestrator import Rollout, save_batch
 from tools import evaluate, show
 from tools.evaluate import pass_at, wilson
 
@@ -514,3 +516,56 @@ def test_tmux_opens_a_pane_per_role(models, tmp_path):
     for role in ("trainer", "orchestrator", "inference"):
         assert sum("split-window" in x and f"run/logs/{role}.log" in x for x in asked) == 1
     assert not list((tmp_path / "run" / "batches").iterdir())
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+TWO = '[[env]]\nid = "a"\nratio = 3.0\n[[env]]\nid = "b"\n'
+
+
+def test_what_is_rolled_out_is_as_the_configuration_says(tmp_path, models):
+    """The first eval.num_examples rows, or each environment's share of the rollouts, sampled as eval or training."""
+    own = ["eval.num_examples=2", "eval.max_tokens=5", "eval.temperature=0.5", "orchestrator.sampling.max_tokens=9"]
+    own += ["orchestrator.sampling.allow_biased_sampling=true", "orchestrator.sampling.top_p=0.75"]
+    cfg = load_config(write_run(tmp_path, models["untied"], 1, TWO), own)
+    env = SimpleNamespace(dataset=[0, 1, 2, 3], eval_dataset=[4, 5, 6])
+    for num, n, expected in ((0, None, [4, 5]), (0, 3, [4, 5, 6]), (16, None, [0, 1, 2, 3, 0, 1])):
+        args = SimpleNamespace(num=num, n=n)
+        assert evaluate.rows_of(env, cfg.env[0], args, 2, cfg) == expected
+    shown = [evaluate.sampling_of(cfg, is_training) for is_training in (False, True)]
+    assert [(x["temperature"], x["max_tokens"], x["top_p"]) for x in shown] == [(0.5, 5, 0.75), (1.0, 9, 0.75)]
+
+
+def test_an_environments_own_limit_can_only_lower_that_of_an_evaluation():
+    asked = []
+
+    async def create(**options):
+        asked.append(options["max_tokens"])
+        choice = {"message": {"content": "a"}, "finish_reason": "stop"}
+        return SimpleNamespace(model_dump=lambda: {"choices": [choice]})
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+    ask = evaluate.make_ask(client, "m", {"max_tokens": 9})
+    for most in (3, 99):
+        asyncio.run(ask([], own={"max_tokens": most}))
+    assert asked == [3, 9]
+
+
+def test_rows_of_two_environments_are_two_groups_and_a_reward_at_the_limit_is_kept(tmp_path, toml):
+    data = [{"env": env, "example": 0, "prompt": ASK, "completion": say(text), "reward": reward}
+            for env in "ab" for text, reward in (("x", 0.5), ("y", 1.0), ("z", 0.25))]  # fmt: skip
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    more = ["--min-reward", "0.5", "orchestrator.sampling.temperature=0.75"]
+    evaluate.main([str(toml), "--offline", str(tmp_path / "data.jsonl"), *more])
+    (batch,) = all_batches(tmp_path / "run-offline")
+    found = [(s["env"], s["group"], s["reward"]) for s in batch.sequences]
+    assert found == [("a", 0, 0.5), ("a", 0, 1.0), ("b", 1, 0.5), ("b", 1, 1.0)]
+    assert {s["temperature"] for s in batch.sequences} == {0.75}
+
+
+def test_an_interval_of_pass_at_k_is_over_examples_and_what_was_cut_off_at_once_is_lost(capsys):
+    groups = [[Rollout({}, reward=float(i)), Rollout({}, reward=float(i))] for i in (0, 1)]
+    evaluate.print_report("e", [*groups, [Rollout({}, error="X: why"), Rollout({}, truncated=True)]], 2, 1.0)
+    out = capsys.readouterr().out
+    assert "pass@2 0.500 (95 %: 0.095 to 0.905)" in out and "with 2 lost rollouts as 0 (over 3 examples)" in out

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainer
 from configs.algorithms import reference
 from configs.models import toy
-from configs.runtime.directory import identity
+from configs.runtime.directory import identity, run_directory
 from configs.runtime.role import RunError
 from configs.serving import adapters
 from orchestrator import save_batch
@@ -707,7 +707,7 @@ def test_lora_starts_as_the_base_and_merges_exactly(make_cfg, tmp_path):
 def test_lora_trains_its_factors_alone(make_cfg, models, tmp_path):
     _, grads, _ = gradients(make_cfg(*LORA), batch_of(tmp_path, make_sequences()))
     assert grads and all("lora_" in name for name in grads)
-    for target, model in (("q_prj", "untied"), ("lm_head", "tied")):
+    for target, model in (("q_prj", "untied"), ("proj", "untied"), ("lm_head", "tied")):
         with pytest.raises(RunError, match=f"'{target}' is none of the untied linear layers, .*q_proj"):
             trainer.build_policy(make_cfg(*LORA, f'trainer.lora_target_modules=["{target}"]', model=models[model]))
 
@@ -1470,7 +1470,7 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
     routes = []
 
     def post(sender, url, path, body=None):
-        routes.append(path.partition("?")[0])
+        routes.append(path)
         return {"results": [getattr(worker, body["method"])(*body["args"])]} if path == "/collective_rpc" else {}
 
     monkeypatch.setattr(trainer.WeightSender, "post", post)
@@ -1493,7 +1493,8 @@ def test_weights_arrive_as_sent(make_cfg, tmp_path, monkeypatch):
         assert arrived.keys() == sent.keys() and all(torch.equal(arrived[name], sent[name]) for name in sent)
         assert all(arrived[name].dtype == sent[name].dtype for name in sent)
         sent = {name: w + 1 for name, w in sent.items()}
-    assert routes == ["/collective_rpc", *["/pause", "/collective_rpc", "/resume"] * 2]
+    pause = "/pause?mode=keep&clear_cache=false"
+    assert routes == ["/collective_rpc", *[pause, "/collective_rpc", "/resume"] * 2]
     sent["c"] /= 0
     with pytest.raises(RunError, match=r"sync of version 3: 1 of 4 tensors are not finite: c") as e:
         trainer.send_weights(sender, SimpleNamespace(model=None), 3, cfg)
@@ -1875,8 +1876,9 @@ def test_a_run_goes_on_from_the_last_checkpoint(trained, make_cfg, tmp_path):
     policy, optimizer = trained(cfg)
     for step in (2, 4, 10):
         trainer.save_checkpoint(tmp_path, step, policy, optimizer, cfg)
-    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n{"step": 10}\n')
     assert trainer.resume(tmp_path, policy, optimizer, cfg) == 10
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 9}]
 
 
 def test_gradients_of_several_ranks_add_up_in_fp32(make_cfg):
@@ -1889,3 +1891,82 @@ def test_gradients_of_several_ranks_add_up_in_fp32(make_cfg):
 def test_max_tokens_is_the_runs_limit_and_not_the_longest_sequence(tmp_path):
     """dr_grpo divides by it: a constant, whatever the batch."""
     assert batch_of(tmp_path, make_sequences(), max_tokens=999).info["max_tokens"] == 999
+
+
+def test_a_reward_of_zero_is_a_reward(make_cfg, tmp_path):
+    """It counts in the baseline, and dr_grpo divides by its sequence."""
+    sequences = [s | {"reward": reward} for s, reward in zip(make_sequences(4), (0.0, 0.0, 0.0, 1.0))]
+    batch = batch_of(tmp_path, sequences)
+    trainer.add_advantages(batch.sequences, make_cfg().trainer)
+    assert [s["adv"][0].item() for s in batch.sequences] == [-0.25, -0.25, -0.25, 0.75]
+    assert trainer.count_all(batch.sequences, batch.info)["num_sequences"] == 4
+
+
+def test_a_checkpoint_that_lacks_a_parameter_does_not_load(trained, make_cfg, tmp_path):
+    """It would keep what it began with, among others that are trained."""
+    cfg = make_cfg()
+    policy, optimizer = trained(cfg)
+    p = next(iter(policy.trained().values())).requires_grad_(False)
+    trainer.save_checkpoint(tmp_path, 1, policy, optimizer, cfg)
+    p.requires_grad_(True)
+    with pytest.raises(trainer.dcp.CheckpointException, match="Missing key .*policy/model"):
+        trainer.load_checkpoint(tmp_path / "checkpoints" / "step_000001", policy, adamw(policy), cfg)
+
+
+def test_all_batches_are_kept_unless_a_number_is_given(trained, make_cfg, tmp_path):
+    cfg = make_cfg("checkpoint.keep=1")
+    policy, optimizer = trained(cfg)
+    (tmp_path / "batches").mkdir()
+    first = tmp_path / "batches" / "step_000000.safetensors"
+    first.touch()
+    trainer.save_checkpoint(tmp_path, 9, policy, optimizer, cfg)
+    assert first.exists()
+
+
+def test_a_run_sends_the_weights_it_goes_on_with_and_each_steps_with_its_batch(make_cfg, tmp_path, monkeypatch):
+    """Two steps, and a third in another start: the last step has a checkpoint, whatever checkpoint.every is."""
+    keys, sent = ('inference.urls=["http://127.0.0.1:1"]', "checkpoint.every=0", f"output_dir={tmp_path}"), []
+    folder = run_directory(make_cfg(*keys)) / "batches"
+    for n in range(3):
+        info = INFO | {"run": identity(make_cfg(*keys)), "step": n}
+        save_batch(folder / f"step_{n:06d}.safetensors", make_sequences(seed=n), info)
+
+    def sync(sender, policy, version, cfg, batch=None):
+        sent.append((version, batch and batch.info["step"], policy.model.lm_head.weight.detach().clone()))
+        return {}
+
+    monkeypatch.setattr(trainer, "sync_weights", sync)
+    monkeypatch.setattr(trainer.WeightSender, "connect", lambda sender: None)
+    for steps in (2, 3):
+        replays([[tmp_path / "test.toml", *keys, f"max_steps={steps}"]])
+    assert [found[:2] for found in sent] == [(0, None), (1, 0), (2, 1), (2, None), (3, 2)]
+    weights = [weight for _, _, weight in sent]
+    assert weights[2].equal(weights[3]) and not weights[1].equal(weights[2])
+
+
+def test_a_weight_below_zero_is_a_weight(tmp_path):
+    """ce = -1 makes a token less probable."""
+    (s,) = make_sequences(1)
+    num = len(s["tokens"])
+    batch = batch_of(tmp_path, [s | {"mask": [0] * num, "ce": [0.0] + [-1.0] * (num - 1)}])
+    assert trainer.collate(batch.sequences, CPU)["ce_N"].tolist() == [-1.0] * (num - 1)
+
+
+def test_sequences_that_name_no_rollout_are_rollouts_of_their_own(make_cfg, tmp_path):
+    """Those that others have written may not."""
+    sequences = [s | {"reward": reward} for s, reward in zip(make_sequences(2), (0.0, 1.0))]
+    for s in sequences:
+        del s["rollout"]
+    batch = batch_of(tmp_path, sequences)
+    trainer.add_advantages(batch.sequences, make_cfg().trainer)
+    assert [s["adv"][0].item() for s in batch.sequences] == [-0.5, 0.5]
+
+
+def test_a_server_that_refuses_a_request_of_the_trainers_ends_the_run(make_cfg, tmp_path, monkeypatch):
+    """vLLM without its development mode knows no /pause."""
+    sender = trainer.WeightSender(make_cfg('inference.urls=["http://127.0.0.1:1"]'), tmp_path, CPU)
+    refusal = SimpleNamespace(status_code=404, text="Not Found")
+    monkeypatch.setattr(sender, "http", SimpleNamespace(post=lambda url, json: refusal))
+    with pytest.raises(RunError, match="/pause answered 404: Not Found") as e:
+        sender.post_all("/pause")
+    assert e.value.code == 3

@@ -82,3 +82,16 @@ def test_what_a_function_of_the_group_adds_is_the_last_turns():
 
     assert returns({"reward": 3.5, "turn_rewards": [1.0, 2.0], "num_turns": 2}, 1.0) == [3.5, 2.5]
     assert returns({"reward": 3.5, "turn_rewards": None, "num_turns": 2}, 0.5) == [1.75, 3.5]
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_turns_that_a_rollout_did_not_reach_earn_nothing():
+    info = load_environment("alphabet_sort", {"num_train": 1}).dataset[0]["info"]
+    said = [{"role": "assistant", "content": info["answers"][0]}]
+    assert alphabet_sort.in_order(said, info) == [0.5] and alphabet_sort.exact(said, info) == 0
+
+
+def test_what_a_tool_found_is_not_yet_an_answer():
+    assert wiki_search.correct([{"role": "tool", "content": "rome"}], "Rome") == 0

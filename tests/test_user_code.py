@@ -426,3 +426,13 @@ def test_a_log_is_cut_at_a_step_and_at_half_a_line(tmp_path):
 
 def test_a_function_may_be_called_by_any_name_it_has():
     assert asyncio.run(call(functools.partial(pow, 2), exp=3)) == 8 and shutil.which("sleep")
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_rewards_are_told_the_step_that_trains_on_them(task, run):
+    """Not the version that answers: a weight may be a function of it."""
+    code = "def at(step):\n    return float(step)\n\nenv = SingleTurnEnv(ROWS, rubric=Rubric([noise, at], [1.0, 0.0]))"
+    found = lines(run(3, task(code), "orchestrator.max_staleness=2") / "rollouts.jsonl")
+    assert all(r["metrics"]["at"] == r["step"] for r in found) and {r["step"] for r in found} == {0, 1, 2}

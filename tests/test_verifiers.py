@@ -224,3 +224,11 @@ def test_environments_see_what_verifiers_own_client_shows_them(kind, stop, make_
     two = seen_in(asyncio.run(ours(env, env.dataset[3])))
     assert one.pop("model") == "run" and two.pop("model") == "policy"
     assert one == two and one["is_truncated"] == (not stop)
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_rows_that_an_environment_holds_out_are_its_own_and_rows_keep_their_info():
+    env = load_environment("vf_envs", {"kind": "single"})
+    assert (len(env.dataset), len(env.eval_dataset)) == (13, 2) and env.start(env.dataset[3])["info"] == {"number": 3}

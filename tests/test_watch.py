@@ -630,3 +630,34 @@ def test_a_tracker_that_fails_leaves_the_rest(tmp_path, capsys, monkeypatch):
     (row,) = [row for row in out.splitlines() if row.startswith("warning: ")]
     assert "the tracker failed (ConnectionError: no route)" in row and row.endswith("--once --tracker wandb")
     assert "time: " in out and (run / "curves.png").exists()
+
+
+# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
+
+
+def test_an_advantage_that_is_shown_is_against_the_group_of_its_own_environment(capsys):
+    """Indices of two environments are alike."""
+    watch.show_rollout(0, rollout_lines(0) + rollout_lines(0, "other", (5.0, 5.0)))
+    assert "reward 0.000 (exact 0.5), -0.500 against its group" in capsys.readouterr().out
+
+
+def test_of_an_environment_all_rollouts_are_counted_and_a_prompt_too_long_is_no_error():
+    lines = rollout_lines(0) + rollout_lines(1, rewards=(1.0,), dropped="flat", truncated=True)
+    lines += rollout_lines(2, rewards=(None,), dropped="long", truncated=True)
+    numbers = watch.numbers_of_environment(lines)
+    assert numbers["rollout/truncated"] == 0.5 and numbers["rollout/errors"] == 0 and numbers["group/long"] == 1
+
+
+def test_curves_are_drawn_at_their_versions(tmp_path):
+    run = write_steps(tmp_path / "run", range(3))
+    (run / "eval.jsonl").write_text((run / "eval.jsonl").read_text().replace("exact", "correct"))
+    append(run / "watch.jsonl", [{"step": i, "reward/p10": i / 10, "reward/p90": 0.9} for i in range(3)])
+    metrics, _ = plot.read(run)
+    assert [line["reward/p10"] for line in metrics] == [0.0, 0.1, 0.2]
+    evaluation, reward, _, entropy, _, seconds = plot.draw_all([run]).axes
+    for axis, height in ((reward, 0.5), (entropy, 0.4)):
+        (line,) = axis.lines
+        assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([1, 2, 3], [height] * 3)
+    assert evaluation.get_legend_handles_labels()[1] == ["run: correct"]
+    tops = [area.get_paths()[0].vertices[:, 1].max() for area in seconds.collections]
+    assert tops == pytest.approx([0.1, 0.8, 1.0, 1.0])  # waiting, training, syncing, saving: one above the other

@@ -140,4 +140,5 @@ def rows(found):
 
 
 def row(entry):
-    return {"question": entry["question"], "answer": str(entry["answer"] or ""), "info": {"entry": entry}}
+    answer = "" if entry["answer"] is None else str(entry["answer"])
+    return {"question": entry["question"], "answer": answer, "info": {"entry": entry}}
