@@ -111,8 +111,8 @@ def test_a_stale_adapter_is_caught(connect, monkeypatch):
     cfg, policy, sender = connect("bf16", *LORA, "trainer.dtype=bf16", "trainer.max_sync_dlogp=0.05")
     trainer.sync_weights(sender, policy, 0, cfg)
     shake(policy, std=0.1)
-    say = sender.say
-    monkeypatch.setattr(sender, "say", lambda version, rows, num: say(0, rows, num))
+    ask = sender.ask
+    monkeypatch.setattr(sender, "ask", lambda version, rows, num: ask(0, rows, num))
     with pytest.raises(RunError, match="canary after sync of version 1"):
         trainer.sync_weights(sender, policy, 1, cfg)
 
