@@ -26,6 +26,7 @@ from configs.algorithms import evaluation
 from configs.algorithms.evaluation import eval_metrics
 from configs.algorithms.orders import Picky
 from configs.environments.rubrics import GroupRubric
+from configs.runtime.directory import run_directory
 from configs.runtime.role import RunError
 from env import DataError, Rubric, SingleTurnEnv, Truncated
 from orchestrator import (
@@ -1213,3 +1214,19 @@ def test_a_batch_has_the_memory_that_its_order_had_when_it_was_committed(make_cf
 def test_pass_at_1_is_the_share_of_a_rows_rollouts_that_pass():
     found = eval_metrics([[Rollout({}, reward=reward) for reward in (1.0, 0.0, 0.0, 0.0)]])
     assert (found["pass@1"], found["pass@k"]) == (0.25, 1.0)
+
+
+def test_what_was_evaluated_is_not_evaluated_again(make_cfg, monkeypatch):
+    """Neither the version that is due nor, if it comes late, the one that is live."""
+    cfg, done = make_cfg(), []
+
+    async def roll_out(env, client):
+        done.append(client.version)
+        return [[Rollout({}, reward=1.0)]]
+
+    monkeypatch.setattr(evaluation, "roll_out", roll_out)
+    client = SimpleNamespace(cfg=cfg, until=lambda version: asyncio.sleep(0), evaluating=asyncio.Lock())
+    (run_directory(cfg) / "eval.jsonl").touch()
+    for due, client.version in ((2, 2), (2, 5), (3, 4), (3, 4)):
+        asyncio.run(evaluation.evaluate(due, {"e": None}, client))
+    assert done == [2, 4]
