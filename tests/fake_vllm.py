@@ -194,11 +194,8 @@ class Server(WeightReceiver):
         """As vLLM with --enable-sleep-mode: no weights, no keys and values; with mode=keep the requests wait."""
         self.note("/sleep")
         async with self.lock:  # what is being sampled
-            assert (
-                self.args.enable_sleep_mode
-                and not self.is_asleep
-                and dict(request.query) == {"level": "1", "mode": "keep"}
-            )
+            assert self.args.enable_sleep_mode and not self.is_asleep
+            assert dict(request.query) == {"level": "1", "mode": "keep"}
             self.is_asleep = True
             self.running.clear()
         return web.json_response({})
