@@ -124,7 +124,7 @@ def test_functions_of_a_group_see_all_its_rollouts():
     assert scores[1][1] == {"best": 1.0, "names_states": 1.0}
     for kind in (Rubric, GroupRubric):
         assert asyncio.run(kind([alone]).score_group(states)) == []
-    wrong = {"not a number for each of 3": [[1.0], 1.0, None], "no finite number": [[1.0, None, 2.0]]}
+    wrong = {"not a number for each of 3": [[1.0], 1.0, None, np.array(1.0)], "no finite number": [[1.0, None, 2.0]]}
     for problem, values in wrong.items():
         for value in values:
             with pytest.raises(ValueError, match=f"reward function <lambda> returned .*{problem}"):

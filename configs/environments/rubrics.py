@@ -57,7 +57,8 @@ class GroupRubric(Rubric):
         metrics = [{} for _ in states]
         for func, weight, objects in parts:
             values = await call(func, **states[0] | objects | have)
-            values = list(islice(values, len(states) + 1)) if hasattr(values, "__iter__") else [values]  # maybe endless
+            is_number = getattr(values, "ndim", 1) == 0 or not hasattr(values, "__iter__")
+            values = [values] if is_number else list(islice(values, len(states) + 1))  # it may be endless
             what = f"reward function {name_of(func)} returned {values}, not a number for each of {len(states)} rollouts"
             ensure(len(values) == len(states), what)
             scale = weight_at(weight, states[0]["step"])
