@@ -296,6 +296,7 @@ env = vf.SingleTurnEnv(dataset=Dataset.from_list(ROWS), rubric=vf.Rubric([limite
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_output_directory_and_processes_of_a_task_spoil_nothing(task, tmp_path, models):
     """A reward function takes the standard output, leaves half lines, changes directory and starts processes."""
     elsewhere = tmp_path / "elsewhere"
