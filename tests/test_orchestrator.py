@@ -937,12 +937,8 @@ def test_a_stop_string_that_ended_an_answer_belongs_to_it(prompt, make_cfg):
     assert (reply.message if prompt else reply.message["content"]) == "a"
 
 
-def test_a_group_asks_one_of_the_servers_and_the_next_group_the_next(make_cfg):
-    asked = []
-
-    async def answer(request):
-        asked.append(request.path)
-        return web.json_response({})
+def post_all(make_cfg, answer, groups):
+    """Has a Client ask two servers, /a and /b of one, a request for each group. Returns its replies."""
 
     async def go():
         app, port = web.Application(), free_port()
@@ -952,13 +948,32 @@ def test_a_group_asks_one_of_the_servers_and_the_next_group_the_next(make_cfg):
         await web.TCPSite(runner, "127.0.0.1", port).start()
         urls = json.dumps([f"http://127.0.0.1:{port}/{server}" for server in "ab"])
         client = Client(make_cfg(f"inference.urls={urls}", "inference.allow_remote=true"))
-        for group in (0, 0, 1, 2):
-            await client.post(group, "/v1", {})
+        replies = [await client.post(group, "/v1", {}) for group in groups]
         await client.session.close()
         await runner.cleanup()
+        return replies
 
-    asyncio.run(go())
-    assert asked == ["/a/v1", "/a/v1", "/b/v1", "/a/v1"]
+    return asyncio.run(go())
+
+
+def test_a_group_asks_one_of_the_servers_and_the_next_group_the_next(make_cfg):
+    async def answer(request):
+        return web.json_response({"server": request.match_info["server"]})
+
+    replies = post_all(make_cfg, answer, (0, 0, 1, 2))
+    assert "".join(reply["server"] for reply in replies) == "aaba"
+
+
+def test_a_lost_connection_is_asked_again(make_cfg):
+    asked = []
+
+    async def answer(request):
+        asked.append(request)
+        if len(asked) == 1:
+            request.transport.close()
+        return web.json_response({})
+
+    assert post_all(make_cfg, answer, [0]) == [{}] and len(asked) == 2
 
 
 class Twice(SingleTurnEnv):
@@ -1079,30 +1094,6 @@ def test_seeds_of_evaluations_are_the_runs_and_their_limit_is_their_own(make_cfg
         asyncio.run(evaluation.roll_out(env, SimpleNamespace(cfg=cfg, version=0)))
     first, second, third = (options["seed"] for options in asked)
     assert first != second == third and {(o["max_tokens"], o["temperature"]) for o in asked} == {(5, 0.5)}
-
-
-def test_a_lost_connection_is_asked_again(make_cfg):
-    asked = []
-
-    async def answer(request):
-        asked.append(request)
-        if len(asked) == 1:
-            request.transport.close()
-        return web.json_response({})
-
-    async def go():
-        app, port = web.Application(), free_port()
-        app.add_routes([web.post("/v1", answer)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        client = Client(make_cfg(f'inference.urls=["http://127.0.0.1:{port}"]'))
-        found = await client.post(0, "/v1", {})
-        await client.session.close()
-        await runner.cleanup()
-        return found
-
-    assert asyncio.run(go()) == {} and len(asked) == 2
 
 
 def test_evaluations_take_the_first_rows_of_their_own_dataset_and_no_more_places_than_the_run(make_cfg, monkeypatch):
