@@ -376,7 +376,7 @@ def collate(sequences, device):
     micro = {"ids_BW": ids_BW.long()}
     micro["row_N"] = row_N
     micro["index_N"] = row_N * ids_BW.shape[1] + position_N - 1
-    if "routes" in sequences[0]:  # [B, W, layers, k] of all tokens, since each goes through the routers
+    if "routes" in sequences[0]:  # [B, longest, layers, k] of all tokens, since each goes through the routers
         routes = [s["routes"] for s in sequences]
         micro["routes"] = pad_sequence(routes, batch_first=True)
     # 3. Fields have a value for each loss token; a number is the same for a whole sequence.
