@@ -28,7 +28,6 @@ from configs.runtime.role import CONFIG, DIED, STORAGE, RunError, end_with_paren
 from configs.serving.flags import server_flags
 
 ROOT = Path(__file__).parent
-WATCH = "tools/watch.py"  # optional
 AFTER_PORTS = """
 echo "run: vLLM and the trainer share a GPU"
 for port in $0; do until (: </dev/tcp/127.0.0.1/$port) 2>/dev/null; do sleep 0.5; done; done
@@ -433,8 +432,9 @@ def main(argv):
     machine = look_around(cfg, argv, f"/proc/{os.getpid()}/fd/{folder}/tmp")
     check_machine(run_dir, cfg, machine)
     roles = plan(cfg, machine)
-    if steps and os.path.exists(WATCH):
-        roles.append(Role("watch", [sys.executable, WATCH, str(run_dir)], roles[0].env))
+    watch = os.environ.get("WATCH", "tools/watch.py")  # optional
+    if steps and os.path.exists(watch):
+        roles.append(Role("watch", [sys.executable, watch, str(run_dir)], roles[0].env))
     if roles[0].name == "prepare":
         say(f"[launch] preparing {cfg.run.model} with {cfg.run.prepare} (log: {run_dir}/logs/prepare.log)")
 

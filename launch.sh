@@ -4,7 +4,7 @@
 # Sets up .venv on first use (--setup: only that), then launch.py runs all roles until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143
 # Variables: KIND=gpu or cpu and PYTHON=python3.12 for .venv, CUDA_VISIBLE_DEVICES, NNODES,
-#     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" in place of vLLM
+#     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" for vLLM, WATCH= to run no tools
 set -u
 usage() { sed -n '2,7s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }

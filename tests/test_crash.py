@@ -24,7 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import COMMIT, ROOT, all_batches, free_port, lines, some, write_run
+from conftest import COMMIT, ROOT, WATCHED, all_batches, free_port, lines, some, write_run
 from safetensors.torch import load_file
 
 import orchestrator
@@ -43,7 +43,8 @@ PLACES = (trainer, orchestrator, torch.nn.utils, trainer.dcp)  # where it waits 
 
 
 class Run:
-    """launch.sh with the fake server or the real vLLM, in a process group of its own, and all that descends from it."""
+    """launch.sh with the fake server or the real vLLM, in a process group of its own, and all that descends from it.
+    tools/watch.py is among that only with WATCHED."""
 
     def __init__(self, path, model, *overrides, real=False, toml=None, **variables):
         self.dir, self.known, self.sessions, self.ports = path / (toml.stem if toml else "run"), set(), set(), set()
@@ -54,7 +55,7 @@ class Run:
         server = {} if real else {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"}
         path_to = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
-        env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch)} | server | variables
+        env = os.environ | {"PATH": path_to, "TMPDIR": str(self.scratch), "WATCH": ""} | server | variables
         env |= {"PYTHONPATH": f"{FAULTS}:{env['PYTHONPATH']}"} if "FAULT" in variables else {}
         with open(self.log, "w") as out:
             deaf = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored, and
@@ -279,7 +280,7 @@ def test_kill_matrix(cell, models, undisturbed, tmp_path):
     """A server is killed whose engine outlives it."""
     role, phase = cell
     fake = {"FAKE": '{"orphan": true}'} if role == "server" else {}
-    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=PHASES[phase], **fake)
+    run = Run(tmp_path, models["untied"], *OVERRIDES, FAULT=PHASES[phase], **fake, **WATCHED)
     run.fault()
     if phase == "startup":
         run.wait_for(lambda: "engine" in run.processes())
@@ -643,7 +644,7 @@ REAL = [(role, phase) for role, phases in {"server": ("startup", "gen", "bcast")
 @pytest.mark.parametrize("cell", REAL, ids="-".join)
 def test_kill_matrix_on_the_real_server(cell, models, tmp_path):
     role, phase = cell
-    run = Run(tmp_path, models["untied"], *OVERRIDES, real=True, FAULT=PHASES[phase])
+    run = Run(tmp_path, models["untied"], *OVERRIDES, real=True, FAULT=PHASES[phase], **WATCHED)
     run.fault(180)
     run.kill(role)
     killed = time.monotonic()
@@ -675,7 +676,7 @@ def test_an_engine_that_still_imports_vllm_ends_with_its_server(role, models, tm
 def test_nothing_is_left_with_tensor_parallelism(role, models, tmp_path):
     """The engine has workers of its own then, and never imports the receiver of weights."""
     two = ("inference.gpus=2", "inference.args.tensor_parallel_size=2", "max_steps=4000")
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *two, real=True, VLLM_CPU_OMP_THREADS_BIND="nobind")
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *two, real=True, VLLM_CPU_OMP_THREADS_BIND="nobind", **WATCHED)
     run.wait_for(lambda: (run.dir / "version").exists(), 240)
     assert sum("VLLM::Worker" in name for name in run.processes()) == 2
     run.kill(role)
@@ -689,7 +690,7 @@ def test_soak(tmp_path):
     """150 steps of the quickstart; 20 to 60 s after the first new step of each attempt something is killed or hangs."""
     rng, attempts, best = random.Random(COMMIT), 0, -1
     limits = ("watchdog=40", "trainer.sync_timeout_s=30", "orchestrator.generation_timeout=40", "checkpoint.every=5")
-    start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True,  # noqa: E731
+    start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True, **WATCHED,  # noqa: E731
                         toml=ROOT / "configs" / "reverse_text.toml")  # fmt: skip
     run, began = start(), time.monotonic()
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import launch, lines, some, write_run
+from conftest import WATCHED, launch, lines, some, write_run
 
 # What the last line names: the place, or the function whose value was refused.
 NAMES = (
@@ -27,7 +27,7 @@ def test_a_random_task_spoils_no_run(seed, models, tmp_path):
     share = [0.2, 1.0][seed % 2]
     keys = [f"orchestrator.max_error_share={share}", "orchestrator.order=fuzz_task:Keeps", "eval.every=1"]
     keys += ["trainer.loss=fuzz_task:loss", "trainer.advantage=fuzz_task:advantage"]
-    done = launch(toml, *keys, check=False, timeout=120, FUZZ_SEED=str(seed))
+    done = launch(toml, *keys, check=False, timeout=120, FUZZ_SEED=str(seed), **WATCHED)
     last = done.stderr.splitlines()[-1] if done.stderr else ""
     run_dir = tmp_path / "run"
     if done.returncode:

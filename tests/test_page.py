@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import launch, lines, make_sequences, write_run
+from conftest import WATCHED, launch, lines, make_sequences, write_run
 from safetensors.numpy import load_file, save_file
 
 import trainer
@@ -205,7 +205,7 @@ def whole_run(models, tmp_path_factory):
     """A run on the fake server with evaluations, and a copy of it in which all rows were learned."""
     path = tmp_path_factory.mktemp("page")
     toml = write_run(path, models["untied"], 3, '{ kind = "turns", num_turns = 2 }')
-    launch(toml, "eval.every=3", timeout=240)
+    launch(toml, "eval.every=3", timeout=240, **WATCHED)
     shutil.copytree(path / "run", path / "copy")
     evals = lines(path / "copy" / "eval.jsonl")
     write_lines(path / "copy" / "eval.jsonl", [line | {"rows": [float(line["step"] > 0)] * 3} for line in evals])
