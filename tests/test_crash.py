@@ -689,7 +689,7 @@ def test_nothing_is_left_with_tensor_parallelism(role, models, tmp_path):
 def test_soak(tmp_path):
     """150 steps of the quickstart; 20 to 60 s after the first new step of each attempt something is killed or hangs."""
     rng, attempts, best = random.Random(COMMIT), 0, -1
-    limits = ("watchdog=40", "trainer.sync_timeout_s=30", "orchestrator.generation_timeout=40", "checkpoint.every=5")
+    limits = ("watchdog=50", "trainer.sync_timeout_s=30", "orchestrator.generation_timeout=40", "checkpoint.every=5")
     start = lambda: Run(tmp_path, None, *limits, f"output_dir={tmp_path}", real=True, **WATCHED,  # noqa: E731
                         toml=ROOT / "configs" / "reverse_text.toml")  # fmt: skip
     run, began = start(), time.monotonic()
