@@ -16,7 +16,7 @@ if [ "${1:-}" = --newest ]; then
     .venv/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec # they need CUDA
     .venv/bin/python -m pip freeze >frozen.txt
     diff <(grep -oE '^[a-z0-9_-]+==[^ ]+' requirements-cpu.txt | sort) \
-        <(sed 's/+.*//' frozen.txt | grep -xiE "($(grep -oE '^[a-z0-9_-]+' unpinned.txt | paste -sd '|'))==.*" | sort) ||
+        <(sed 's/+.*//; s/_/-/g' frozen.txt | grep -xiE "($(grep -oE '^[a-z0-9_-]+' unpinned.txt | paste -sd '|'))==.*" | sort) ||
         echo "[newest] < pinned, > newest"
     cp requirements-cpu.txt .venv/requirements.txt # launch.sh takes it for what is pinned
     set -- -m real "$@"
