@@ -65,7 +65,13 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
 
 
-SLOWEST = ("test_crash.py", "test_proof.py", "test_first_hour.py", "test_vllm.py")  # they begin first
+SLOWEST = (
+    "test_crash.py",
+    "test_trainer.py",
+    "test_vllm.py",
+    "test_proof.py",
+    "test_first_hour.py",
+)  # they begin first
 
 
 def pytest_collection_modifyitems(config, items):
