@@ -65,13 +65,8 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
 
 
-SLOWEST = (
-    "test_crash.py",
-    "test_trainer.py",
-    "test_vllm.py",
-    "test_proof.py",
-    "test_first_hour.py",
-)  # they begin first
+# They begin first, so that none is left to one worker at the end.
+SLOWEST = ("test_crash.py", "test_trainer.py", "test_vllm.py", "test_proof.py", "test_first_hour.py")
 
 
 def pytest_collection_modifyitems(config, items):
