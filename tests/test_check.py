@@ -31,7 +31,8 @@ def printed(capsys, start="check: "):
 def test_check_passes_on_two_ranks_and_leaves_the_run_untouched(models, tmp_path):
     toml = write_run(tmp_path, models["untied"], 5, '{ kind = "turns", num_turns = 2 }')
     done = launch(toml, "--check", "trainer.gpus=2", "max_steps=5", "eval.every=1", FAKE='{"stop": true}')
-    reports = [row for row in done.stdout.splitlines() if row.startswith("check: ")]
+    estimate, *reports = [row for row in done.stdout.splitlines() if row.startswith("check: ")]
+    assert estimate.startswith("check: estimate for a GPU of 16 GiB: ")
     wanted = ["own forward", "fits in memory", "moves the servers", "chat template keeps its prefix", "neither too"]
     assert len(reports) == 7 and all(row.startswith("check: PASS") for row in reports), reports
     assert all(part in row for part, row in zip(wanted, reports))
