@@ -152,9 +152,12 @@ def environment(cfg, machine, shares):
     overrides = f"inference.urls = {json.dumps(urls)}"
     if shares:
         overrides += '\ntrainer.sync_backend = "gloo"'  # NCCL refuses two ranks on one GPU
-    env = {"ROLEMODEL_OVERRIDES": overrides, "ROLEMODEL_POLICY_URL": f"{urls[0]}/v1"}
-    env["ROLEMODEL_SHARES"] = str(int(shares))
-    env["PYTHONPATH"] = f"{ROOT}:{machine.environ.get('PYTHONPATH', '')}".rstrip(":")
+    env = {
+        "ROLEMODEL_OVERRIDES": overrides,
+        "ROLEMODEL_POLICY_URL": f"{urls[0]}/v1",
+        "ROLEMODEL_SHARES": f"{shares:d}",
+        "PYTHONPATH": f"{ROOT}:{machine.environ.get('PYTHONPATH', '')}".rstrip(":"),
+    }
     if machine.ports and not machine.environ.get("NNODES"):
         env |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return env if machine.gpus else env | ON_CPU
@@ -265,8 +268,7 @@ def supervise(cfg, run_dir, waiting, logs):
         ended = [watched.pop(fd) for fd in ready if fd in watched]
         for name, pid in sorted(ended):  # inference < orchestrator < trainer
             if pid != processes[name].pid:
-                text = f"its engine, process {pid}, died; the end of its log may say how"
-                raise failure(run_dir, heard, name, pid, 1, text)
+                raise failure(run_dir, heard, name, pid, 1, f"its engine, process {pid}, died; its log may say how")
             is_done = version >= cfg.run.max_steps and not name.startswith("inference")
             if name != "watch" and (statuses[pid] or not (is_done or name in FIRST)):
                 raise failure(run_dir, heard, name, pid, statuses[pid])
@@ -432,7 +434,7 @@ def main(argv):
     machine = look_around(cfg, argv, f"/proc/{os.getpid()}/fd/{folder}/tmp")
     check_machine(run_dir, cfg, machine)
     roles = plan(cfg, machine)
-    watch = os.environ.get("WATCH", "tools/watch.py")  # optional
+    watch = os.getenv("WATCH", "tools/watch.py")  # optional
     if steps and os.path.exists(watch):
         roles.append(Role("watch", [sys.executable, watch, str(run_dir)], roles[0].env))
     if roles[0].name == "prepare":

@@ -353,7 +353,7 @@ def test_the_watchdog_ends_what_hangs_with_all_stacks(who, models, tmp_path):
         more = (*ONE, "orchestrator.max_staleness=0")
         stops = {"FAKE": json.dumps({"sync 3": "stop"})}
     toml = write_run(tmp_path, models["untied"], 9, env)
-    run = Run(tmp_path, None, *OVERRIDES, *SHORT, *more, toml=toml, FAULT=fault, **stops)
+    run = Run(tmp_path, None, *OVERRIDES, *SHORT, *more, toml=toml, FAULT=fault, **stops, **WATCHED)
     if who == "a server":
         run.wait_for(lambda: "[fault]" in run.text("inference"))
     elif who == "the event loop":
@@ -392,7 +392,7 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
         "inference.startup_timeout=30",
         "eval.hold_s=1",
     )
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *limits, *ONE, FAKE=json.dumps(fault))
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *limits, *ONE, FAKE=json.dumps(fault), **WATCHED)
     last = run.end(5 if "bias" in fault else 3)
     assert re.search(cause, last), last
     assert len(run.text()) < 20000 and not list((run.dir / "checkpoints").glob("step_000004"))
@@ -403,7 +403,7 @@ def test_a_server_that_fails_ends_the_run(case, models, tmp_path):
 @pytest.mark.parametrize("when", some(["at once", "at work", "twice", "group", "hangup"], 0))
 def test_signals_end_the_run_in_order(when, models, tmp_path):
     """SIGTERM ends the run of test_every_listener_is_on_the_loopback."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE)
+    run = Run(tmp_path, models["untied"], *OVERRIDES, "max_steps=1000", *ONE, **WATCHED)
     if when == "at once":
         run.wait_for(lambda: (run.dir / "tmp" / "progress").exists())
         time.sleep(0.3)
@@ -424,7 +424,7 @@ def test_signals_end_the_run_in_order(when, models, tmp_path):
 @pytest.mark.long
 def test_a_run_that_was_suspended_goes_on(models, tmp_path):
     """As by SLURM or `docker pause`, and for longer than the watchdog waits. The launcher is the first to go on."""
-    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, *ONE)
+    run = Run(tmp_path, models["untied"], *OVERRIDES, *SHORT, *ONE, **WATCHED)
     run.wait_for(lambda: "step     2" in run.text())
     pids = list(run.processes().values())
     for pid in pids:

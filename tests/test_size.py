@@ -30,7 +30,7 @@ OURS = [*RUN, *CONFIGS, *TOOLS]
 
 # Where the aim is missed, the limit is what has been reached, and may only fall: the core's aim is 11,400, the setup's
 # 3,000, launch.py's 2,800.
-MOST_TOKENS = {"core": 19_164, "setup": 4_574, "launch.py": 3_062}
+MOST_TOKENS = {"core": 19_164, "setup": 4_574, "launch.py": 3_048}
 GROUPS = {"core": CORE, "setup": SETUP, "launch.py": [LAUNCHER]}
 CORE_LINES = 1889  # aim: 1,000
 TESTS_LINES = 19_299  # aim: 8,500
