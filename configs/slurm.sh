@@ -32,7 +32,7 @@ steps=$(cat "$run_dir/done" 2>/dev/null || echo -1)
 if [ "$steps" -ge "$max_steps" ]; then
     exec bash launch.sh "$config" "$@" # reports that the run is complete; the other nodes would wait for it in vain
 fi
-more=("trainer.replicas=$NNODES" "$@")
+more=("$@")
 export PY GPUS=$gpus
 # shellcheck disable=SC2016  each node expands these variables itself
 srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c '
