@@ -1,4 +1,4 @@
-"""Fixtures: tiny models made on the spot, configurations, batches, and one real vLLM per test session."""
+"""Fixtures: tiny models made on the spot, configurations, batches, one fake server and one real vLLM per session."""
 
 import asyncio
 import json
@@ -13,22 +13,26 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 
 import httpx
+import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
 import orchestrator
 from configs import load_config
 from configs.models import toy
 from configs.runtime.directory import run_directory
-from orchestrator import save_batch
-from trainer import load_batch, start_distributed
+from orchestrator import Sequence, save_batch
+from trainer import start_distributed
 
 torch.set_num_threads(1)
 TOKENS = ['<tool_call>\n{"name": "double", "arguments": {"a": ', "}}\n</tool_call>"]
@@ -51,30 +55,26 @@ gradient_checkpointing = false
 micro_batch_size = 8
 """
 
-GIT = ["git", "rev-parse", "HEAD"] if shutil.which("git") else ["true"]
-COMMIT = subprocess.run(GIT, cwd=ROOT, capture_output=True, text=True).stdout
-
 
 def some(cases, num):
-    """All with --all; otherwise `num` of them, chosen by the commit."""
-    chosen = set(map(str, random.Random(COMMIT).sample(list(cases), num)))
+    """All cases with --all; otherwise `num` of them, chosen by the commit."""
+    commit = subprocess.getoutput(f"git -C {ROOT} rev-parse HEAD")
+    chosen = set(map(str, random.Random(commit).sample(list(cases), num)))
     return [case if str(case) in chosen else pytest.param(case, marks=pytest.mark.long) for case in cases]
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="also what takes long: learning runs")
+    parser.addoption("--all", action="store_true", help="also what takes long: learning runs, the whole kill matrix")
 
 
-# They begin first, so that none is left to one worker at the end.
-SLOWEST = ("test_crash.py", "test_trainer.py", "test_vllm.py", "test_proof.py", "test_first_hour.py")
+SLOWEST = ("test_launch.py", "test_vllm.py", "test_trainer.py", "test_orchestrator.py")  # they begin first
 
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
     if not config.getoption("--all"):
-        keep = [item for item in items if not item.get_closest_marker("long")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
-        items[:] = keep
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
 
 
 @pytest.fixture(scope="session")
@@ -104,69 +104,97 @@ def distributed():
     start_distributed(load_config(ROOT / "configs" / "reverse_text.toml"))
 
 
-def make_sequences(num=12, seed=0, vocab=102, longest=24, group=4):
-    """Random sequences in groups; old_logp around -log(vocab), where a random model is. Some prompts have one token."""
-    rng = random.Random(seed)
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def make_sequences(num=12, seed=0, vocab=100, longest=24, group=4):
+    """Random sequences in groups, with old_logp around -log(vocab), where a random model is."""
+    rng = np.random.default_rng(seed)
     sequences = []
     for i in range(num):
-        prompt = rng.randint(1, 6)
-        answer = rng.randint(1, longest - 6)
-        sequences.append({
-            "tokens": [rng.randrange(vocab) for _ in range(prompt + answer)], "mask": [0] * prompt + [1] * answer,
-            "old_logp": [0.0] * prompt + [-4.6 + rng.uniform(-0.5, 0.5) for _ in range(answer)],
-            "turn": [0] * (prompt + answer), "reward": rng.random(), "group": i // group, "rollout": i % group,
-            "temperature": 1.0, "staleness": 0, "versions": [0, 0], "env": "test", "num_turns": 1,
-        })  # fmt: skip
+        prompt = rng.integers(1, 7)
+        size = prompt + rng.integers(1, longest - 5)
+        mask = np.arange(size) >= prompt
+        s = Sequence(rng.integers(0, vocab, size), mask, turn=np.zeros(size, np.int32))
+        s.old_logp = np.where(mask, -4.6 + rng.uniform(-0.5, 0.5, size), np.nan).astype(np.float32)
+        s.adv = np.float32(rng.normal()) * mask
+        s.info = {"env": "test", "example": i // group, "group": i // group, "attempt": 0, "rollout": i % group}
+        s.info |= {"reward": float(rng.random()), "temperature": 1.0, "staleness": 0, "version": 0, "num_turns": 1}
+        sequences.append(s)
     return sequences
+
+
+def write_batches(folder, steps=1, change=lambda sequences: None, **shape):
+    """`steps` files of random batches, changed by a function of their sequences."""
+    folder.mkdir(exist_ok=True)
+    for step in range(steps):
+        sequences = make_sequences(seed=step, **shape)
+        change(sequences)
+        info = {"run": {}, "step": step, "max_tokens": 16, "order": {}, "metrics": {}}
+        save_batch(folder / f"step_{step:06d}.safetensors", sequences, info)
+    return folder
 
 
 @pytest.fixture
 def batches(tmp_path):
     """batches(3) -> a directory of 3 random batch files."""
-
-    def make(num, **kwargs):
-        path = tmp_path / "saved"
-        path.mkdir(exist_ok=True)
-        for n in range(num):
-            info = {"run": {"run": "test"}, "step": n, "max_tokens": 16}
-            save_batch(path / f"step_{n:06d}.safetensors", make_sequences(seed=n, **kwargs), info)
-        return path
-
-    return make
+    return lambda steps, **shape: write_batches(tmp_path / "saved", steps, **shape)
 
 
-def run_trainer(toml, *args, ranks=1, timeout=120, check=True):
-    """Runs trainer.py in its own process or by torchrun. Returns the CompletedProcess."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command = [*(launch if ranks > 1 else [sys.executable]), str(ROOT / "trainer.py"), str(toml), *map(str, args)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
+class Read(NamedTuple):
+    info: dict
+    sequences: list[dict]  # numbers and words of each, and arrays of its fields
+
+
+def all_batches(run_dir):
+    """The contents of a run's batch files."""
+    found = []
+    for path in sorted(Path(run_dir, "batches").glob("step_*.safetensors")):
+        with safe_open(path, "np") as file:
+            fields = {name: file.get_tensor(name) for name in file.keys()}
+            about = {name: json.loads(text) for name, text in file.metadata().items()}
+        ends = np.cumsum(fields.pop("lens"))[:-1]
+        for name, values in fields.items():
+            for s, part in zip(about["sequences"], np.split(values, ends), strict=True):
+                s[name] = part
+        found.append(Read(about["info"], about["sequences"]))
+    return found
 
 
 def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def run_trainer(toml, *args, ranks=1, check=True):
+    """Runs trainer.py in its own process or by torchrun. Returns the CompletedProcess."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command = [*(command if ranks > 1 else command[:1]), str(ROOT / "trainer.py"), str(toml), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 WATCHED = {"WATCH": "tools/watch.py"}
 
 
 def launch(toml, *overrides, timeout=90, check=True, **env):
-    """Runs launch.sh with the fake server, and without tools/watch.py, whose curves and page take half of a short run's
-    processor time; WATCHED brings it back. Returns the CompletedProcess."""
+    """Runs launch.sh with the fake server, and without tools/watch.py, whose pictures take half of a short run's time;
+    WATCHED brings it back. Returns the CompletedProcess."""
     env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}", "WATCH": ""} | env
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert not check or done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def start(command, log, **env):
@@ -176,6 +204,7 @@ def start(command, log, **env):
 
 
 def wait_for(url, process, log, timeout_s=240):
+    """Waits for a server's /health."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -188,36 +217,55 @@ def wait_for(url, process, log, timeout_s=240):
 
 
 def stop(process):
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(20)
-    finally:
+    for number in (signal.SIGTERM, signal.SIGKILL):
         try:
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, number)
+            process.wait(20)
         except ProcessLookupError:
-            pass
+            return
 
 
 @pytest.fixture(scope="session")
 def fake_servers(models, tmp_path_factory):
-    """fake_servers(template) -> url of a fake server with that chat template; one process for each."""
-    urls, processes = {}, []
+    """fake_servers(template="") -> the address of the session's fake server, which from now on has that template."""
+    port = free_port()
+    log = tmp_path_factory.mktemp("fake") / "log"
+    command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
+    command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
+    process = start([*command, "--enable-auto-tool-choice"], log)
+    url = f"http://127.0.0.1:{port}"
+    wait_for(url, process, log)
 
     def get(template=""):
-        if template not in urls:
-            port = free_port()
-            log = tmp_path_factory.mktemp("fake") / "log"
-            command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
-            command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
-            command += ["--enable-auto-tool-choice", *(["--chat-template", template] if template else [])]
-            processes.append(start(command, log))
-            urls[template] = f"http://127.0.0.1:{port}"
-            wait_for(urls[template], processes[-1], log)
-        return urls[template]
+        httpx.post(f"{url}/fake", json={"template": template})
+        return url
 
     yield get
-    for process in processes:
-        stop(process)
+    stop(process)
+
+
+class VLLM:
+    """A real vLLM server, started as launch.py does it."""
+
+    def __init__(self, model, log, *flags, max_len=256, dtype="float32", receiver="receivers.Faulty"):
+        self.log = log
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "configs.serving.server", "--model", str(model), "--served-model-name", "real"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", str(max_len)]
+        command += ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority", *flags]
+        command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+        self.scratch = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: vLLM's sockets go there
+        env = {"TMPDIR": self.scratch, "OMP_NUM_THREADS": "1"}
+        self.process = start([*command, "--worker-extension-cls", receiver], log, **env)
+
+    def wait(self):
+        wait_for(self.url, self.process, self.log)
+        return self
+
+    def stop(self):
+        stop(self.process)
+        shutil.rmtree(self.scratch)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------
@@ -272,7 +320,7 @@ def orchestrate(cfg, train_s=0.0):
             while n and not (run_dir / "batches" / f"step_{n - 1:06d}.safetensors").exists():
                 if over.wait(0.01):
                     return
-            time.sleep(train_s if n else 0)
+            over.wait(train_s if n else 0)
             (run_dir / "version.new").write_text(str(n))
             os.replace(run_dir / "version.new", run_dir / "version")
 
@@ -292,53 +340,15 @@ def orchestrate(cfg, train_s=0.0):
 
 @pytest.fixture
 def run(tmp_path, models, fake_servers, monkeypatch):
-    """run(steps, env, *overrides, fake={...}) -> run directory: orchestrate() with a fake server."""
+    """run(steps, env, *overrides, fake={...}) -> run directory: orchestrate() with the fake server."""
 
     def go(steps, env, *overrides, fake=None, template="", train_s=0.0):
-        write_run(tmp_path, models["untied"], steps, env)
-        url = fake_servers(template)
-        httpx.post(f"{url}/fake", json=fake or {})
-        cfg = load_config(tmp_path / "run.toml", [f'inference.urls=["{url}"]', *overrides])
+        toml = write_run(tmp_path, models["untied"], steps, env)
+        url = fake_servers()
+        httpx.post(f"{url}/fake", json=(fake or {}) | {"template": template})
         monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
-        return orchestrate(cfg, train_s)
-
-    from transformers import AutoTokenizer
+        return orchestrate(load_config(toml, [f'inference.urls=["{url}"]', *overrides]), train_s)
 
     go.run_dir = tmp_path / "run"
     go.tokenizer = AutoTokenizer.from_pretrained(models["untied"])
     return go
-
-
-def all_batches(run_dir):
-    return [load_batch(path) for path in sorted((run_dir / "batches").glob("step_*"))]
-
-
-class VLLM:
-    """A real vLLM server. Stops only what it started."""
-
-    def __init__(self, model, log, *flags, max_len=256, dtype="float32", receiver="receivers.StaleHead"):
-        self.port = free_port()
-        self.name = "real"
-        self.log = log
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", self.name]
-        command += ["--dtype", dtype, "--enforce-eager", "--no-enable-chunked-prefill"]
-        command += ["--max-model-len", str(max_len)]
-        command += ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority", *flags]
-        command += ["--worker-extension-cls", receiver]
-        if "--tensor-parallel-size" not in flags:  # as launch.sh does
-            command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-        env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
-        env["TORCH_COMPILE_DISABLE"] = "1"
-        self.scratch = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: vLLM's sockets go there
-        self.process = start(command, log, **env, TMPDIR=self.scratch)
-
-    def stop(self):
-        stop(self.process)
-        shutil.rmtree(self.scratch)
-
-    def wait(self):
-        wait_for(self.url, self.process, self.log)
-        return self
