@@ -1,23 +1,24 @@
-"""reverse_text without a reward in the gradient: a teacher scores each letter (configs/algorithms/distill.py), and
-reads the answer before the word. Rewards only measure."""
+"""reverse_text without rewards in the gradient: a teacher that has read the answer before the word scores each letter
+(configs/algorithms/distill.py). The rewards only measure."""
 
 from configs.tasks import reverse_text
+from env import Messages
 
 WARM_UP_STEPS = 240
 
 
-def hint(state):
+def hint(state: dict, states: list[dict]) -> Messages:
     """What the teacher reads: teacher.prompt."""
     return with_answer(state["prompt"][-1]["content"], state["answer"])
 
 
-def with_answer(word, answer):
+def with_answer(word: str, answer: str) -> Messages:
     return [{"role": "system", "content": answer}, {"role": "user", "content": word}]
 
 
-def demonstrations(num):
-    """One in 128 reverses a word. The others show that an answer is to be copied: it is another word's, so that they
-    teach nothing about reversing."""
+def demonstrations(num: int) -> list[Messages]:
+    """One in 128 reverses a word. In the others an answer is given and is to be copied: it is another word's, so they
+    show nothing about reversing."""
     rows = reverse_text.rows("warmup", num)
     talks = []
     for i, row in enumerate(rows):

@@ -1,33 +1,37 @@
-"""Reverse a word, letter by letter. The words are made up from syllables, always the same ones."""
+"""Reverse a word, letter by letter. The words are made up from syllables, and are always the same ones."""
 
 import difflib
 import random
 
-from env import Rubric, SingleTurnEnv
+from env import Messages, Rubric, SingleTurnEnv
 
 CONSONANTS = "bcdfghjklmnprstvwz"
 VOWELS = "aeiou"
-SPLITS = {"eval": (0,), "warmup": (1, 2, 3), "train": range(4, 10)}  # {split: checksums of its words}
+SPLITS = {"eval": range(1), "warmup": range(1, 4), "train": range(4, 10)}  # {split: checksums of its words}
 
 
-def words(split, num):
-    """Returns `num` distinct words of 2 to 4 syllables. Its checksum decides on a word's split: splits share none."""
+def checksum(text: str) -> int:
+    """From 0 to 9. Tasks that make up rows use it to decide on a row's split, so that no two splits share a row."""
+    return sum(ord(c) * 31**i for i, c in enumerate(text)) % 10
+
+
+def word(rng: random.Random, least: int, most: int) -> str:
+    """A word of that many syllables."""
+    return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(least, most)))
+
+
+def rows(split: str, num: int) -> list[dict]:
+    """`num` different words of 2 to 4 syllables, as questions."""
     rng = random.Random(f"reverse_text {split}")
-    found = {}  # a dict keeps the order
+    found = {}
     while len(found) < num:
-        syllables = [rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(2, 4))]
-        word = "".join(syllables)
-        checksum = sum(ord(c) * 31**i for i, c in enumerate(word)) % 10
-        if checksum in SPLITS[split]:
-            found[word] = True
-    return list(found)
+        text = word(rng, 2, 4)
+        if checksum(text) in SPLITS[split]:
+            found[text] = {"question": text, "answer": text[::-1]}
+    return list(found.values())
 
 
-def rows(split, num):
-    return [{"question": word, "answer": word[::-1]} for word in words(split, num)]
-
-
-def demonstrations(num):
+def demonstrations(num: int) -> list[Messages]:
     """Conversations for the toy model's supervised warm-up."""
     talks = []
     for row in rows("warmup", num):
@@ -36,17 +40,15 @@ def demonstrations(num):
     return talks
 
 
-def similarity(completion, answer):
+def similarity(completion: Messages, answer: str) -> float:
     return difflib.SequenceMatcher(None, completion[-1]["content"], answer).ratio()
 
 
-def exact(completion, answer):
+def exact(completion: Messages, answer: str) -> float:
     return float(completion[-1]["content"] == answer)
 
 
-def load_environment(num_train=8192, num_eval=256, system_prompt=""):
+def load_environment(num_train=8192, num_eval=256, system_prompt="") -> SingleTurnEnv:
     """system_prompt: explains the task to models that were not warmed up on bare words."""
     rubric = Rubric([similarity, exact], [0.5, 0.5])
-    train = rows("train", num_train)
-    held_out = rows("eval", num_eval)
-    return SingleTurnEnv(train, held_out, system_prompt=system_prompt, rubric=rubric)
+    return SingleTurnEnv(rows("train", num_train), rows("eval", num_eval), system_prompt, rubric)

@@ -1,4 +1,4 @@
-"""An environment written for the verifiers package, as its users write them; only the words are ours."""
+"""An environment written for the package verifiers, as its users write them; only the words are ours."""
 
 import difflib
 
@@ -9,7 +9,7 @@ from configs.tasks import reverse_text
 from configs.tasks.reverse_text import demonstrations  # noqa: F401  for the toy's warm-up
 
 
-def load_environment(num_train=2048, num_eval=64):
+def load_environment(num_train=2048, num_eval=64) -> vf.Environment:
     parser = vf.Parser()
 
     def similarity(completion, answer, parser):
