@@ -1,21 +1,17 @@
-"""Draws the curves of a run: python tools/plot.py outputs/run [more runs, or their replays ...]
+"""Draws the curves of a run: python tools/plot.py outputs/run [more runs, or replays ...] [--out FILE.png]
 
 It writes curves.png into the first run: evaluation, reward, KL by staleness, entropy, canary, time. Color, line and
-marker tell runs apart, also for color-blind readers and on paper. watch.py draws a picture after each evaluation.
---evaluation draws that panel alone; --out FILE.png writes elsewhere.
+marker tell runs apart, also for color-blind readers and on paper. watch.py draws a picture after each evaluation."""
 
-    python tools/plot.py outputs/reverse_text
-    python tools/plot.py outputs/a outputs/b --evaluation --out compared.png"""
-
-import argparse
 import math
 import os
-import re
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, eval_statistics, run_with
+from tools.show import Lines, half_width, run_with
 
 STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#000000", "linestyle": "-", "marker": ""},
@@ -25,27 +21,23 @@ STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#d55e00", "linestyle": ":", "marker": "s"},
     {"color": "#cc79a7", "linestyle": (0, (5, 5)), "marker": "D"},
 ]
-# One for each staleness.
-DASHES = [":", "--", "-."]
-DASHES += [(0, (1, 4)), (0, (5, 5)), (0, (9, 3))]
-# The parts of a step, with their shade and hatching.
-PARTS = {
-    "wait_batch": ("1.0", ""),
-    "train": ("0.7", "//"),
-    "sync": ("0.3", ""),
-    "checkpoint": ("0.9", ".."),
-}
-PANELS = {  # {metric: (row, column, title)}
-    "reward/mean": (0, 1, "training reward: mean, 10th to 90th percentile"),
-    "policy/kl_sampler": (0, 2, "KL(sampler || policy), k3, nats"),
-    "policy/entropy": (1, 0, "entropy (nats)"),
+# HACK HERE: any key of metrics.jsonl can have a panel. {metric: (row, column, title)}
+PANELS = {
+    "reward/mean": (0, 1, "training reward"),
+    "policy/kl_sampler": (0, 2, "KL(sampler || policy), nats per token"),
+    "policy/entropy": (1, 0, "entropy, nats per token"),
     "sync/dlogp_max": (1, 1, "canary after each sync: largest |dlogp|"),
 }
+PARTS = {"wait_batch": "1.0", "train": "0.7", "sync": "0.3"}  # of a step, with their shade
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+
+def read(run: Path) -> list[dict]:
+    """The lines of metrics.jsonl, each with what watch.py has added to it."""
+    added = {line["step"]: line for line in Lines(run / "watch.jsonl").new()}
+    return [added.get(line["step"], {}) | line for line in Lines(run / "metrics.jsonl").new()]
 
 
-def wilson(share, n, z=1.96):
+def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
     """The ends of the 95 % interval of a share of n."""
     middle = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
@@ -53,167 +45,98 @@ def wilson(share, n, z=1.96):
     return (middle - half) / scale, (middle + half) / scale
 
 
-def read(run):
-    """Returns the lines of metrics.jsonl, each with what watch.py has added to it, and those of eval.jsonl."""
-    added = {line["step"]: line for line in Lines(run / "watch.jsonl").new()}
-    metrics = [added.get(line["step"], {}) | line for line in Lines(run / "metrics.jsonl").new()]
-    return metrics, list(Lines(run / "eval.jsonl").new())
-
-
-def by_staleness(line):
-    """{versions: KL} of a line. Former versions of watch.py said kl_age."""
-    found = {}
-    for key, value in line.items():
-        match = re.fullmatch(r"policy/kl_(?:staleness|age)(\d+)", key)
-        if match:
-            found[int(match[1])] = value
-    return found
-
-
-def interval(line, name):
-    """Returns a value and how far its 95 % interval reaches down and up. A share of n rows has the binomial interval,
-    even with several rollouts per row, which are less than independent."""
-    value = line[name]
-    if name == "reward/mean":
-        half = eval_statistics(line["rows"])["ci95"] or 0.0  # a single row has none
-        return value, half, half
-    low, high = wilson(value, line["n"])
-    return value, max(0.0, value - low), max(0.0, high - value)  # rounding leaves -1e-16 at 0 and at 1
-
-
-def values(metrics, key):
+def values(metrics: list[dict], key: str) -> list[float]:
     """One value per step, nan where there is none."""
-    return [math.nan if line.get(key) is None else line[key] for line in metrics]
+    return [line.get(key, math.nan) for line in metrics]
 
 
-# --- panels -----------------------------------------------------------------------------------------------------------
+def draw_evaluation(axis, run: Path, style: dict):
+    """The mean reward of each environment, with its 95 % interval over the rows."""
+    evals = list(Lines(run / "eval.jsonl").new())
+    for env, marker in zip(sorted({line["env"] for line in evals}), cycle("os^vD")):
+        lines = [line for line in evals if line["env"] == env]
+        half = [half_width([reward for reward in line["rows"] if reward is not None]) or 0.0 for line in lines]
+        look = style | {"marker": marker, "capsize": 3, "label": f"{run.name}: {env}"}
+        axis.errorbar(values(lines, "step"), values(lines, "reward/mean"), yerr=half, **look)
 
 
-def draw_evaluation(axis, run, evals, style):
-    """One curve per environment: the share of rows solved if it has one, otherwise the reward."""
-    names = sorted({line["env"] for line in evals})
-    for i, env in enumerate(names):
-        mine = [line for line in evals if line["env"] == env]
-        name = "reward/mean"
-        for key in ("correct", "exact"):
-            if all(0 <= line.get(key, -1) <= 1 for line in mine):
-                name = key
-        steps = [line["step"] for line in mine]
-        points = [interval(line, name) for line in mine]
-        value, low, high = zip(*points)
-        label = f"{run.name} {env}: {name}" if len(names) > 1 else f"{run.name}: {name}"
-        look = style | {"marker": "os^vD"[i % 5], "capsize": 3, "label": label}
-        axis.errorbar(steps, value, yerr=[low, high], **look)
+def draw_spread(axis, metrics: list[dict]):
+    """The 10th to 90th percentile of the training reward, if watch.py has them."""
+    known = [line for line in metrics if "reward/p10" in line]
+    if known:
+        low, high = values(known, "reward/p10"), values(known, "reward/p90")
+        axis.fill_between(values(known, "version"), low, high, color="0.85", label="10th to 90th percentile")
 
 
-def draw_spread(axis, metrics):
-    """The 10th to 90th percentile of the training reward."""
-    versions = values(metrics, "version")
-    axis.fill_between(versions, values(metrics, "reward/p10"), values(metrics, "reward/p90"), color="0.85")
-
-
-def draw_staleness(axis, metrics):
+def draw_staleness(axis, metrics: list[dict]):
     """KL by staleness, if the run has rollouts of more than one."""
-    table = [by_staleness(line) for line in metrics]
-    known = set().union(*table)
-    if len(known) < 2:
-        return
-    for staleness, dash in zip(sorted(known), DASHES):
-        kl = [row.get(staleness, math.nan) for row in table]
-        kl = [x if x > 1e-8 else math.nan for x in kl]  # less is rounding
-        label = f"{staleness} versions old"
-        axis.plot(values(metrics, "version"), kl, linestyle=dash, color="0.4", label=label)
+    keys = sorted({key for line in metrics for key in line if key.startswith("policy/kl_staleness")})
+    if len(keys) > 1:
+        for key, linestyle in zip(keys, cycle([":", "--", "-."])):
+            label = f"{key.removeprefix('policy/kl_staleness')} versions old"
+            axis.plot(values(metrics, "version"), values(metrics, key), linestyle=linestyle, color="0.4", label=label)
 
 
-def draw_time(axis, metrics):
+def draw_time(axis, metrics: list[dict]):
     """The parts of a step, one above the other."""
-    below = [0.0] * len(metrics)
-    for key, (shade, hatch) in PARTS.items():
-        above = []
-        for start, line in zip(below, metrics):
-            above.append(start + (line.get(f"time/{key}_s") or 0))
-        look = {"color": shade, "hatch": hatch, "edgecolor": "black", "linewidth": 0.3}
-        axis.fill_between(values(metrics, "version"), below, above, label=key, **look)
-        below = above
-    add_legend(axis)
+    parts = [[line.get(f"time/{name}_s", 0.0) for line in metrics] for name in PARTS]
+    axis.stackplot(values(metrics, "version"), parts, labels=PARTS, colors=PARTS.values(), edgecolor="black")
 
 
-def add_legend(axis):
-    if axis.get_legend_handles_labels()[1]:  # matplotlib warns about an empty one
-        axis.legend(framealpha=0.5)
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def plot(runs, out, only_evaluation=False):
-    import matplotlib  # not above: others import this file for its numbers
+def draw(runs: list[Path]):
+    """Returns a figure with all panels."""
+    import matplotlib  # not above: others import this file for its styles
 
     matplotlib.use("Agg")
-    fig = draw_evaluations(runs) if only_evaluation else draw_all(runs)
-    save(fig, out)
-
-
-def draw_evaluations(runs):
-    import matplotlib.pyplot as plt
-
-    fig, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for run, style in zip(runs, STYLES * len(runs)):
-        _, evals = read(run)
-        draw_evaluation(axis, run, evals, style)
-    axis.set(xlabel="version (optimizer steps)", ylabel="evaluation, 95 % intervals")
-    axis.grid(alpha=0.3)
-    add_legend(axis)
-    return fig
-
-
-def draw_all(runs):
     import matplotlib.pyplot as plt
 
     fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
-    for run, style in zip(runs, STYLES * len(runs)):
-        metrics, evals = read(run)
-        draw_evaluation(axes[0, 0], run, evals, style)
+    for run, style in zip(runs, cycle(STYLES)):
+        metrics = read(run)
+        versions = values(metrics, "version")
+        draw_evaluation(axes[0, 0], run, style)
+        if run is runs[0]:
+            draw_time(axes[1, 2], metrics)
         if len(runs) == 1:
             draw_spread(axes[0, 1], metrics)
             draw_staleness(axes[0, 2], metrics)
-        if run is runs[0]:
-            draw_time(axes[1, 2], metrics)
         look = style | {"markevery": max(1, len(metrics) // 8), "markersize": 4, "label": run.name}
         for key, (row, column, _) in PANELS.items():
-            axes[row, column].plot(values(metrics, "version"), values(metrics, key), **look)
-    axes[0, 0].set_title("evaluation, with 95 % intervals")
+            axes[row, column].plot(versions, values(metrics, key), **look)
+    axes[0, 0].set_title("evaluation: mean reward, 95 % intervals")
     axes[1, 2].set_title(f"seconds per step ({runs[0].name})")
     for row, column, title in PANELS.values():
         axes[row, column].set_title(title)
     axes[0, 2].set_yscale("log")
     axes[1, 1].set_yscale("log")
     for axis in axes.flat:
-        axis.set_xlabel("version")
+        axis.set_xlabel("version (optimizer steps)")
         axis.grid(alpha=0.3)
-    for axis in (axes[0, 0], axes[0, 2], axes[1, 0]):
-        add_legend(axis)
+        if axis.get_legend_handles_labels()[1]:  # matplotlib warns about an empty one
+            axis.legend(framealpha=0.5)
     return fig
 
 
-def save(fig, out):
+def save(fig, out: Path):
     """Writes by a rename: a reader never sees half a picture."""
     import matplotlib.pyplot as plt
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     tmp = out.with_suffix(f".{os.getpid()}.tmp")
     fig.savefig(tmp, dpi=90, format="png")
     os.replace(tmp, out)
     plt.close(fig)
 
 
-def main(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def plot(runs: list[Path], out: Path):
+    save(draw(runs), out)
+
+
+def main(argv: list[str]):
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=run_with("metrics.jsonl", "eval.jsonl"))
-    parser.add_argument("--evaluation", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
-    plot(args.runs, args.out or args.runs[0] / "curves.png", args.evaluation)
+    plot(args.runs, args.out or args.runs[0] / "curves.png")
 
 
 if __name__ == "__main__":

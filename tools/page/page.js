@@ -2,12 +2,11 @@
 // Shows what tools/page.py has put into the page. What models wrote gets there through make() and say() alone, as text
 // nodes: no markup of theirs is ever parsed.
 
-const data = JSON.parse(document.getElementById("data").textContent);
 const byId = (id) => document.getElementById(id);
 const filters = byId("filters").elements;
 const dialog = byId("dialog");
 const MORE = 100; // rows by which the table grows
-const state = { run: data.runs[0], sort: "step", isDown: false, rows: MORE, list: [], at: NaN };
+const state = { groups: [], words: {}, sort: "step", isDown: false, rows: MORE, list: [], at: NaN };
 
 // --- text ---
 // Characters that nobody sees, or that reorder others: controls, formats, lone surrogates, unusual ends of lines. Tabs,
@@ -40,13 +39,7 @@ function make(tag, attributes = {}, ...children) {
 
 const button = (text, click) => make("button", { type: "button", click }, text);
 const small = (...text) => make("span", { class: "small" }, ...text);
-
-// A text that may have been cut: [its beginning, how many characters are left out, its end].
-function textBlock(text, label) {
-  const parts = [text].flat();
-  if (parts.length > 1) parts[1] = make("em", { class: "alert" }, ` [${parts[1]} characters are cut] `);
-  return make("pre", { tabindex: 0, dir: "auto", "aria-label": label }, parts);
-}
+const block = (text, label) => make("pre", { tabindex: 0, dir: "auto", "aria-label": label }, text);
 
 // What tools/page.py has compressed.
 async function unpack(text) {
@@ -55,55 +48,9 @@ async function unpack(text) {
   return JSON.parse(await new Response(stream).text());
 }
 
-async function detailOf(group) {
-  group.run.unpacked ??= unpack(group.run.words);
-  group.run.vocabulary = await group.run.unpacked;
-  group.unpacked ??= unpack(group.data);
-  return group.unpacked;
-}
-
-// --- curves, and what changed ---
-function drawCurves() {
-  const style = getComputedStyle(document.documentElement);
-  byId("curves").replaceChildren();
-  for (const { title, legend, item } of data.curves) {
-    const frame = make("div", { role: "img", "aria-label": legend.map(({ words }) => words).join("; ") });
-    const dot = (color) => make("b", { style: `color: ${color}` }, "● ");
-    const keys = legend.map(({ label, color }) => make("span", {}, dot(color), label));
-    const caption = make("figcaption", { class: "small" }, keys);
-    byId("curves").append(make("figure", {}, make("h3", {}, title), caption, frame));
-    const text = JSON.stringify(item).replaceAll(data.ink, style.getPropertyValue("--ink"));
-    Bokeh.embed.embed_item(JSON.parse(text.replaceAll(data.grid, style.getPropertyValue("--line"))), frame);
-  }
-}
-
-// The group of a run with this row, at the step nearest to the given one.
-function find(run, kind, env, row, step) {
-  const same = run.groups.filter((group) => group.kind === kind && group.env === env && group.row === row);
-  return same.sort((a, b) => Math.abs(a.step - step) - Math.abs(b.step - step))[0];
-}
-
-function twins(group) {
-  const others = data.runs.filter((run) => run !== group.run);
-  return others.map((run) => find(run, group.kind, group.env, group.row, group.step)).filter(Boolean);
-}
-
-function drawChanges() {
-  for (const id of ["learned", "unlearned"]) {
-    const changes = state.run.changes.filter((change) => change.learned === (id === "learned"));
-    const buttons = changes.flatMap(({ env, row, steps }) => {
-      const ends = steps.map((step) => find(state.run, "evaluation", env, row, step));
-      const isHere = ends.every((group, i) => group?.step === steps[i]);
-      return isHere ? [button(`${env} row ${row}: ${ends[0].prompt}`, () => openGroups(ends))] : [];
-    });
-    say(byId(id), buttons);
-    const missing = buttons.length < changes.length ? `, of which this page has ${buttons.length}` : "";
-    say(byId(`${id}-title`), `${id} ${changes.length} rows${missing}`);
-  }
-}
-
 // --- the table of groups ---
-const rewards = (group) => group.rewards.filter((reward) => reward !== null);
+const count = (group, name) => group.rollouts.filter((rollout) => rollout[name]).length;
+const rewards = (group) => group.rollouts.map((rollout) => rollout.reward).filter((reward) => reward !== null);
 const mean = (group) => (rewards(group).length ? rewards(group).reduce((a, b) => a + b) / rewards(group).length : null);
 const CELLS = {
   step: (group) => group.step,
@@ -112,46 +59,37 @@ const CELLS = {
   row: (group) => group.row,
   reward: mean,
   best: (group) => (rewards(group).length ? Math.max(...rewards(group)) : null),
-  staleness: (group) => group.staleness,
-  state: (group) => join(group.dropped, some(group.errors, "lost"), some(group.truncated, "cut off")),
-  prompt: (group) => group.prompt,
+  staleness: (group) => group.step - Math.min(...group.rollouts.map((rollout) => rollout.version)),
+  state: (group) => join(group.dropped, some(count(group, "error"), "lost"), some(count(group, "truncated"), "cut off")),
+  prompt: (group) => group.prompt.at(-1).text.slice(0, 80),
 };
 const STATES = {
   "": () => true,
   trained: (group) => group.kind === "training" && !group.dropped,
   dropped: (group) => group.dropped,
-  errors: (group) => group.errors,
-  truncated: (group) => group.truncated,
-  both: (group) => twins(group).length,
+  lost: (group) => count(group, "error"),
+  cut: (group) => count(group, "truncated"),
 };
 
+// What a search looks through: every text of a group.
+function textOf(group) {
+  const said = group.rollouts.flatMap((rollout) => [...rollout.messages, { text: rollout.error }]);
+  const texts = [...group.prompt, ...said].flatMap(({ text, thoughts }) => [text, thoughts]);
+  group.text ??= [group.answer, ...texts].join("\n").toLowerCase();
+  return group.text;
+}
+
 function isWanted(group) {
-  const isWithin = (value, low, high = "") =>
-    (low === "" && high === "") || (value !== null && value >= (low || -Infinity) && value <= (high || Infinity));
   return ["", group.kind].includes(filters.kind.value) && ["", group.env].includes(filters.env.value) &&
     STATES[filters.state.value](group) &&
-    isWithin(group.step, filters.step_low.value, filters.step_high.value) &&
-    isWithin(mean(group), filters.reward_low.value, filters.reward_high.value) &&
-    isWithin(group.staleness, filters.staleness.value) &&
-    (!filters.text.value || group.text.includes(filters.text.value.toLowerCase()));
+    group.step >= filters.low.value && group.step <= (filters.high.value || Infinity) &&
+    (!filters.text.value || textOf(group).includes(filters.text.value.toLowerCase()));
 }
 
-// What a search looks through: every text of a group, which is unpacked at the first search.
-async function addTexts() {
-  const texts = (value) => (value && typeof value === "object" ? Object.values(value).flatMap(texts) : [value]);
-  const addText = async (group) => {
-    const { prompt, answer, rollouts } = await detailOf(group);
-    const said = rollouts.map((rollout) => [rollout.messages, rollout.prompt, rollout.error]);
-    group.text ??= texts([prompt, answer, said]).join("\n").toLowerCase();
-  };
-  await Promise.all(state.run.groups.map(addText));
-}
-
-async function drawTable() {
-  if (filters.text.value) await addTexts();
+function drawTable() {
   const value = CELLS[state.sort];
   const isAfter = (a, b) => (a ?? -Infinity) > (b ?? -Infinity);
-  state.list = state.run.groups.filter(isWanted);
+  state.list = state.groups.filter(isWanted);
   state.list.sort((a, b) => (isAfter(value(a), value(b)) - isAfter(value(b), value(a))) * (state.isDown ? -1 : 1));
   const rows = state.list.slice(0, state.rows).map((group, i) => {
     const text = (x) => (typeof x === "string" ? x : number(x));
@@ -160,7 +98,7 @@ async function drawTable() {
   });
   say(byId("rows"), rows);
   byId("more").hidden = state.list.length <= state.rows;
-  say(byId("found"), `${state.list.length} of ${state.run.groups.length} groups`);
+  say(byId("found"), `${state.list.length} of the ${state.groups.length} groups here; the run has ${state.numAll}`);
   for (const head of byId("heads").children) {
     const order = state.isDown ? "descending" : "ascending";
     head.setAttribute("aria-sort", head.textContent === state.sort ? order : "none");
@@ -169,30 +107,47 @@ async function drawTable() {
 
 const redraw = (change) => drawTable(Object.assign(state, { rows: MORE }, change));
 
+// Rows that are right, with a mean reward of 1 or more, at the first evaluation or at the last, but not at both.
+function drawChanges() {
+  const evaluations = state.groups.filter((group) => group.kind === "evaluation" && mean(group) !== null);
+  const steps = evaluations.map((group) => group.step);
+  const isRight = (group) => mean(group) > 1 - 1e-6;
+  const changes = { learned: [], unlearned: [] };
+  let num = 0;
+  for (const first of evaluations.filter((group) => group.step === Math.min(...steps))) {
+    const isSame = (group) => group.step === Math.max(...steps) && group.env === first.env && group.row === first.row;
+    const last = evaluations.find(isSame);
+    if (!last) continue;
+    num += 1;
+    const text = `${first.env} row ${first.row}: ${CELLS.prompt(first)}`;
+    const change = button(text, () => openGroups([first, last]));
+    if (isRight(first) !== isRight(last)) changes[isRight(last) ? "learned" : "unlearned"].push(change);
+  }
+  for (const [id, buttons] of Object.entries(changes)) {
+    say(byId(id), buttons);
+    say(byId(`${id}-title`), `${id}: ${buttons.length} of ${num} rows`);
+  }
+}
+
 // Arrows move the focus among elements, one of which alone is reached by the tab key.
 function moveAmong(event, [...items], keys) {
   const at = items.indexOf(document.activeElement);
-  const to = { [keys[0]]: at - 1, [keys[1]]: at + 1, Home: 0, End: items.length - 1 }[event.key];
-  if (at < 0 || to === undefined) return;
+  const next = items[{ [keys[0]]: at - 1, [keys[1]]: at + 1 }[event.key]];
+  if (at < 0 || !next) return;
   event.preventDefault();
-  event.stopPropagation();
   items[at].tabIndex = -1;
-  const next = items[Math.min(Math.max(to, 0), items.length - 1)];
   next.tabIndex = 0;
   next.focus();
 }
 
 // --- groups side by side ---
-async function openGroups(groups) {
-  const details = await Promise.all(groups.map(detailOf));
+function openGroups(groups) {
   state.at = groups.length > 1 ? NaN : state.list.indexOf(groups[0]);
-  const names = groups.map((group) => `${group.run.name}, step ${group.step}, ${group.env}, row ${group.row}`);
+  const names = groups.map((group) => `${group.kind} step ${group.step}, ${group.env}, row ${group.row}`);
   say(byId("dialog-title"), names.join(" beside "));
   byId("previous").disabled = !state.list[state.at - 1];
   byId("next").disabled = !state.list[state.at + 1];
-  const others = groups.length > 1 ? [] : twins(groups[0]);
-  say(byId("twins"), others.map((twin) => button(`beside ${twin.run.name}`, () => openGroups([groups[0], twin]))));
-  say(byId("opened"), groups.map((group, i) => groupView(group, details[i])));
+  say(byId("opened"), groups.map(groupView));
   say(byId("story"), "Point at a token, tap it, or move to it with the arrow keys, to see its numbers.");
   colorTokens();
   if (!dialog.open) dialog.showModal();
@@ -203,71 +158,60 @@ function go(distance) {
   if (next) openGroups([next]);
 }
 
-function groupView(group, detail) {
-  const reward = `mean reward ${number(mean(group))}`;
-  const title = join(`${group.run.name} at step ${group.step}`, group.kind, CELLS.state(group), reward);
-  const answer = [small("expected answer"), textBlock(detail.answer, "expected answer")];
-  const cards = make("div", { class: "cards" }, detail.rollouts.map((rollout) => rolloutView(group, rollout)));
-  return make("section", { class: "group" }, make("h3", {}, title), messageViews(detail.prompt), answer, cards);
+function groupView(group) {
+  const title = join(`step ${group.step}`, group.kind, CELLS.state(group), `mean reward ${number(mean(group))}`);
+  const answer = [small("expected answer"), block(group.answer, "expected answer")];
+  const cards = make("div", { class: "cards" }, group.rollouts.map(rolloutView));
+  return make("section", { class: "group" }, make("h3", {}, title), group.prompt.map(messageView), answer, cards);
 }
 
-function rolloutView(group, rollout) {
-  const advantages = new Set(rollout.sequences.flatMap((s) => s.columns.adv ?? []).filter((adv) => adv !== null));
-  const pairs = Object.entries({ ...rollout.metrics, ...rollout.agent_rewards });
-  pairs.push(["advantage", advantages.size ? [...advantages].slice(0, 9) : "not saved"], ["turns", rollout.num_turns]);
-  if (rollout.turn_rewards) pairs.push(["reward by turn", rollout.turn_rewards]);
-  const text = (value) => (typeof value === "string" ? value : [value].flat().map((x) => number(x)).join(", "));
+function rolloutView(rollout) {
+  const pairs = Object.entries({ ...rollout.metrics, ...rollout.agent_rewards, turns: rollout.num_turns });
+  if (rollout.turn_rewards) pairs.push(["rewards of turns", rollout.turn_rewards]);
+  const text = (value) => [value].flat().map((x) => number(x)).join(", ");
   const views = pairs.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, text(value))));
   const title = join(`rollout ${rollout.rollout}: reward ${number(rollout.reward)}`, rollout.truncated && "cut off");
-  const name = (i) => `sequence ${i + 1} of ${rollout.sequences.length}`;
-  const tokens = rollout.sequences.map((s, i) => sequenceView(group.run, s, name(i)));
-  const missing = small(tokens.length ? "" : "tokens: not saved, as of dropped groups and of evaluations");
   const error = make("p", { class: "alert" }, rollout.error);
-  const messages = [rollout.prompt, rollout.messages].flatMap(messageViews);
-  const parts = make("dl", { class: "pairs" }, views);
-  return make("article", { class: "card" }, make("h4", {}, title), error, parts, messages, tokens, missing);
+  const tokens = rollout.sequences.map((s, i) => sequenceView(s, `sequence ${i + 1} of ${rollout.sequences.length}`));
+  const missing = small(tokens.length ? "" : "no tokens: only those that were trained on are kept");
+  const parts = [make("dl", { class: "pairs" }, views), rollout.messages.map(messageView), tokens, missing];
+  return make("article", { class: "card" }, make("h4", {}, title), error, ...parts);
 }
 
-function messageViews(messages) {
-  return messages.map(({ role, text, thoughts, calls }) => {
-    const views = calls.map((call) => make("div", { class: "call" }, small("calls ", call.name),
-      textBlock(call.arguments, "arguments"), small("result"), textBlock(call.result ?? "none", "result")));
-    const thought = thoughts.length ? [small("thoughts"), textBlock(thoughts, "thoughts")] : [];
-    return make("div", {}, small(role), thought, text.length || !calls.length ? textBlock(text, "text") : [], views);
-  });
+function messageView({ role, text, thoughts }) {
+  const thought = thoughts ? [small("thoughts"), block(thoughts, "thoughts")] : [];
+  return make("div", {}, small(role), thought, block(text, "text"));
 }
 
 // --- tokens ---
-const at = (s, name, i) => s.columns[name]?.[i] ?? null;
-const minus = (a, b) => (a === null || b === null ? null : a - b);
-const ifKnown = (value, f) => (value === null ? null : f(value));
-const clamp = (x) => Math.min(Math.max(x, -20), 20);
-const logRatio = (s, i) => ifKnown(minus(at(s, "logp", i), at(s, "old_logp", i)), clamp);
-const kl = (s, i) => ifKnown(logRatio(s, i), (x) => Math.expm1(x) - x);
-const COLORS = {
-  advantage: (s, i) => at(s, "adv", i),
-  ratio: logRatio, // its logarithm: 0 where nothing has changed
-  kl,
-  push: (s, i) => at(s, "push", i),
-  teacher: (s, i) => minus(at(s, "teacher_logp", i), at(s, "logp", i)),
+// The numbers that every token has; others are the environment's, or what the loss logs.
+const MEANINGS = {
+  id: "the token's number in the vocabulary",
+  turn: "of the policy, from 0",
+  mask: "1 if it is trained on",
+  old_logp: "log-probability that the sampler gave the token",
+  logp: "log-probability that the trainer gave it when it trained on the batch",
+  diff: "logp - old_logp",
+  ratio: "exp(logp - old_logp)",
+  adv: "its advantage",
+  push: "minus the derivative of the loss by logp: above 0, the token becomes likelier",
 };
+const at = (s, name, i) => s.columns[name]?.[i] ?? null;
 
-function sequenceView(run, s, name) {
+function sequenceView(s, name) {
   const tokens = s.columns.id.map((id, i) => {
-    const word = run.vocabulary[id] ?? `#${id}`;
-    const kind = `token ${at(s, "mask", i) ? "" : "unsaid"} ${at(s, "clipped", i) ? "clipped" : ""}`;
+    const word = state.words[id];
+    const kind = `token ${at(s, "old_logp", i) === null ? "unsaid" : ""} ${at(s, "policy/clip_frac", i) ? "clipped" : ""}`;
     const token = make("span", { class: kind, role: "option", tabindex: i ? -1 : 0 }, word.replaceAll("\n", "↵\n"));
     return Object.assign(token, { about: { s, i, word } });
   });
-  const left = s.num - tokens.length;
-  const agent = s.agent && `agent ${s.agent}`;
-  const title = join(name, agent, !s.trainable && "not trained", `${s.num} tokens`, some(left, "of them are cut"));
+  const title = join(name, s.agent && `agent ${s.agent}`, `${s.num} tokens`, some(s.num - tokens.length, "of them are cut"));
   return make("div", {}, small(title), make("div", { class: "tokens", role: "listbox", "aria-label": title }, tokens));
 }
 
 function colorTokens() {
   const tokens = [...document.querySelectorAll(".token")];
-  const values = tokens.map(({ about }) => COLORS[byId("color").value](about.s, about.i) ?? 0);
+  const values = tokens.map(({ about }) => at(about.s, byId("color").value, about.i) ?? 0);
   const largest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
   tokens.forEach((token, i) => {
     const share = values[i] / (largest || 1);
@@ -275,18 +219,18 @@ function colorTokens() {
     token.style.background = share ? `rgb(var(${color}) / ${0.1 + 0.6 * Math.abs(share)})` : "";
     token.classList.toggle("negative", share < 0);
   });
-  say(byId("low"), largest ? `-${number(largest, 3)}` : "0, or not saved");
+  say(byId("low"), largest ? `-${number(largest, 3)}` : "0, or unknown");
   say(byId("high"), largest ? `+${number(largest, 3)}` : "");
 }
 
 function tellStory(token) {
   const { s, i, word } = token.about;
-  const made = { ratio: ifKnown(logRatio(s, i), Math.exp), kl: kl(s, i) };
-  const rows = Object.keys({ ...data.sources, ...s.columns }).map((name) => {
-    const value = made[name] ?? at(s, name, i);
-    const source = s.sources[name] ?? data.sources[name] ?? data.field;
-    const shown = make("dd", { "data-name": name }, value === null ? "not saved" : number(value, 8));
-    return make("div", {}, make("dt", {}, name), shown, make("dd", { class: "small" }, source));
+  const diff = at(s, "diff", i);
+  const ratio = diff === null ? null : Math.exp(diff);
+  const rows = Object.keys({ ...MEANINGS, ...s.columns }).map((name) => {
+    const value = name === "ratio" ? ratio : at(s, name, i);
+    const shown = make("dd", { "data-name": name }, number(value, 6));
+    return make("div", {}, make("dt", {}, name), shown, make("dd", { class: "small" }, MEANINGS[name]));
   });
   for (const old of document.querySelectorAll(".token[aria-selected]")) old.removeAttribute("aria-selected");
   token.setAttribute("aria-selected", "true");
@@ -294,16 +238,6 @@ function tellStory(token) {
 }
 
 // --- the page ---
-function drawRun(run) {
-  const all = run.groups.length === run.of ? "all" : "a sample,";
-  say(byId("shown"), `${run.name}: ${all} ${run.groups.length} of ${run.of} groups`);
-  say(byId("notes"), run.notes.map((note) => make("li", {}, note)));
-  const names = ["", ...new Set(run.groups.map((group) => group.env))];
-  say(filters.env, names.map((name) => make("option", { value: name }, name || "all")));
-  redraw({ run });
-  drawChanges();
-}
-
 function onKey(event) {
   const isTyping = event.target.matches("input, select");
   const isSearch = event.key === "/" && !isTyping && !dialog.open;
@@ -317,13 +251,17 @@ function onKey(event) {
   else if (dialog.open && !isTyping) go({ ArrowLeft: -1, ArrowRight: 1 }[event.key]);
 }
 
-for (const run of data.runs) run.groups.forEach((group) => (group.run = run));
-const inputs = [...document.querySelectorAll("#runs input")];
-byId("runs")?.addEventListener("change", ({ target }) => drawRun(data.runs[inputs.indexOf(target)]));
-for (const head of byId("heads").children) {
-  const name = head.textContent;
-  head.addEventListener("click", () => redraw({ sort: name, isDown: state.sort === name && !state.isDown }));
+async function start() {
+  const { groups, words, num_all } = await unpack(byId("data").textContent);
+  Object.assign(state, { groups, words, numAll: num_all });
+  const names = ["", ...new Set(groups.map((group) => group.env))];
+  say(filters.env, names.map((name) => make("option", { value: name }, name || "all")));
+  const sort = (name) => redraw({ sort: name, isDown: state.sort === name && !state.isDown });
+  say(byId("heads"), Object.keys(CELLS).map((name) => make("th", { scope: "col" }, button(name, () => sort(name)))));
+  drawTable();
+  drawChanges();
 }
+
 byId("filters").addEventListener("input", () => redraw());
 byId("filters").addEventListener("reset", () => setTimeout(redraw));
 byId("filters").addEventListener("submit", (event) => event.preventDefault());
@@ -338,6 +276,4 @@ for (const kind of ["mousemove", "focusin", "click"]) {
   });
 }
 document.addEventListener("keydown", onKey);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCurves);
-drawCurves();
-drawRun(state.run);
+start();
