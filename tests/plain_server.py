@@ -43,9 +43,13 @@ class PlainServer:
             message = said[2] if said[2:] else "no"
             return web.json_response({"error": {"message": message}}, status=said[0], headers=said[1])
         message = {"role": "assistant"} | (said if isinstance(said, dict) else {"content": said})
-        choice = {"index": 0, "finish_reason": "stop", "message": message, "text": message["content"]}
+        num = len(message["content"] or "")  # a token per character
+        is_cut = num >= body.get("max_tokens", 10**9)
+        choice = {"index": 0, "finish_reason": "length" if is_cut else "stop", "message": message}
+        choice["text"] = message["content"]
         reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        return web.json_response(reply)
+        usage = {"prompt_tokens": 1, "completion_tokens": num, "total_tokens": 1 + num}
+        return web.json_response(reply | {"usage": usage})
 
     async def start(self):
         app = web.Application()
