@@ -1,28 +1,45 @@
 """A policy that says what a test wants, in place of a server."""
 
 import asyncio
+from types import SimpleNamespace
 
 
-def play(env, row, *replies):
-    """A rollout of the row in which the policy says these texts or messages. Returns the state, the reward and metrics.
+class Policy:
+    """generate() as an environment gets it. It says these texts or messages, one after the other, and raises errors."""
 
-    state["asked"]: the prompts, one for each reply, as the environment gave them to the policy."""
-    asked = []
-    left = list(replies)
+    def __init__(self, *said, **choice):
+        self.left = list(said)
+        self.choice = {"index": 0, "finish_reason": "stop"} | choice  # of each reply
+        self.asked = []
 
-    async def generate(prompt, tools=None, agent="", trainable=True, whole=False):
-        assert tools == env.tools
-        asked.append(list(prompt))
-        reply = left.pop(0)
-        message = reply if isinstance(reply, dict) else {"role": "assistant", "content": reply}
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        head = {"id": "", "created": 0, "model": "policy", "object": "chat.completion"}
-        return head | {"choices": [choice]} if whole else message
+    async def __call__(self, messages, tools=None, agent="", trainable=True, **settings):
+        asked = {"messages": list(messages), "tools": tools, "agent": agent, "trainable": trainable}
+        self.asked.append(SimpleNamespace(**asked, settings=settings))
+        said = self.left.pop(0)
+        if isinstance(said, Exception):
+            raise said
+        message = {"role": "assistant", "content": ""} | (said if isinstance(said, dict) else {"content": said})
+        reply = {"id": "1", "created": 0, "object": "chat.completion", "model": "run"}
+        reply["usage"] = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+        self.state["replies"].append(reply | {"choices": [self.choice | {"message": message}]})
+        return message
+
+    async def rollout(self, env, row):
+        """Plays a row. Returns the state."""
+        self.state = env.start(row) | {"step": 0, "replies": []}
+        await env.rollout(self.state, self)
+        return self.state
+
+
+def play(env, row, *said):
+    """A rollout of the row in which the policy says this. Returns the state, the reward and metrics.
+
+    state["asked"]: the prompts, one for each answer, as the environment gave them to the policy."""
 
     async def go():
-        state = env.start(row)
-        await env.rollout(state, generate)
+        policy = Policy(*said)
+        state = await policy.rollout(env, row)
         reward, metrics = await env.rubric.score(state)
-        return state | {"asked": asked}, reward, metrics
+        return state | {"asked": [asked.messages for asked in policy.asked]}, reward, metrics
 
     return asyncio.run(go())

@@ -3,18 +3,18 @@
     AgentEnv(["my-agent", "--ask", "{question}"], rows, allow_code=True)
     AgentEnv(Command(["node", "/opt/agent/cli.js", "{prompt}"], sandbox=True, show=["/opt/agent"]), rows)
 
-Words may hold {base_url}, {prompt} (the text of the last message of a user) and {key}, text or a number of the row.
-What the command prints is state["result"]. If it fails the rollout is lost, unless `forgive` has its exit code.
+Words may hold {base_url}, {prompt} (the text of the user's last message) and {key}, a text or number of the row. What
+the command prints is state["result"]. If it fails the rollout is lost, unless `forgive` has its exit code.
 
 Its environment is the run's, without what looks like a secret, and with:
     OPENAI_BASE_URL, OPENAI_API_BASE, ANTHROPIC_BASE_URL, and keys that mean nothing
-    TASK                the row as JSON without its answer; keep solutions out of its other columns. Not there above
+    TASK                the row as JSON without its answer; keep solutions out of its other columns. Not set above
                         100 kB: Linux allows 128 KiB for a variable
     HOME, TMPDIR        its working directory, which is new and empty, and is removed afterwards
 
 A command runs what the model writes. Without a sandbox that can read and change whatever this user can, but all its
 processes end with the rollout: they live in a pid namespace. In the sandbox (sandbox.py; it is no defense against
-attacks on the kernel) there is no network, and a root with the system's programs alone. A relay leads to the endpoint.
+attacks on the kernel) there is no network, and nothing but the system's programs. A relay leads to the endpoint.
 """
 
 import asyncio
@@ -27,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,6 +35,7 @@ from aiohttp import web
 
 from configs.environments import endpoint, sandbox
 from configs.environments.sandbox import NEW_ROOT, SAME_USER
+from configs.runtime.role import ConfigError
 
 PLAIN = f"{SAME_USER} unshare --user --map-current-user --pid --fork --kill-child"
 LONGEST_TASK = 100_000
@@ -43,8 +45,8 @@ WAIT = '"$@"\nexit $?'
 ETC = ["/etc/passwd", "/etc/group", "/etc/hosts", "/etc/nsswitch.conf"]  # Node and others look themselves up
 MAX_OUTPUT = 1 << 16  # bytes of a file that are read
 PRIVATE = re.compile("key|token|secret|passw|credential|auth|^rolemodel_|^pythonpath$", re.IGNORECASE)
-REFUSAL = "a command runs what the model writes. Say that it may: allow_code = true (on this machine, as this user), "
-REFUSAL += "or sandbox = true (without a network, and with the system's programs alone)"
+REFUSAL = "a command runs what the model writes. Allow it: allow_code = true (on this machine, as this user), "
+REFUSAL += "or sandbox = true (without a network, and with nothing but the system's programs)"
 
 # Brings up the loopback of a network namespace: SIOCSIFFLAGS, IFF_UP. Many containers have no program `ip`.
 LOOPBACK = 'import fcntl, socket, struct; fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sH22x", b"lo", 1))'
@@ -82,47 +84,43 @@ exit 0
 """
 
 
-class CannotRun(Exception):
-    code = 2  # the exit code CONFIG
-
-
 class CommandFailed(Exception):
     """The command has ended with an exit code other than 0."""
 
-    def __init__(self, text, exit_code):
+    def __init__(self, text: str, exit_code: int):
         super().__init__(text)
         self.exit_code = exit_code
 
 
 class Command:
-    """What AgentEnv calls for each rollout. The constructor raises CannotRun if this machine cannot do it.
+    """What AgentEnv calls for each rollout. The constructor raises ConfigError if this machine cannot do it.
 
     words: the program and its arguments; a relative path in them would lead to the new working directory.
-    sandbox: no network, and no files but the system's, the directory or venv of the program, and `show`, read-only.
-    memory_gb: for each process in the sandbox; its /tmp has a quarter of it. processes: in a sandbox, with threads."""
+    sandbox: no network, and no files but the system's, the directory or venv of the program, and `show`, read-only."""
 
-    def __init__(self, words, allow_code=False, sandbox=False, show=(), memory_gb=4.0, processes=256):
+    # HACK HERE: what a sandbox allows.
+    memory = 4 << 30  # bytes, for each process; its /tmp has a quarter of it
+    processes = 256  # with threads
+
+    def __init__(self, words: list[str], allow_code: bool = False, sandbox: bool = False, show: Sequence[str] = ()):
         if not (allow_code or sandbox):
-            raise CannotRun(REFUSAL)
+            raise ConfigError(REFUSAL)
         program, *self.arguments = map(str, words)
         found = shutil.which(program)
         if not found:
-            raise CannotRun(f"no such command: {program}")
+            raise ConfigError(f"no such command: {program}")
         self.program = os.path.abspath(found)
         self.script = ""
-        words = ["true"]
         if sandbox:
-            self.script = self.sandbox_script(show, int(memory_gb * 2**30), processes)
-            words = ["sh", "-c", TRIAL, "sh", self.program]
-        problem = self.try_out(words)
+            self.script = self.sandbox_script(show)
+        problem = self.try_out()
         if problem:
             what = "be contained here" if sandbox else "have a pid namespace, with which its processes would end"
-            raise CannotRun(f"{program} cannot {what} (many containers forbid namespaces): {problem}")
+            raise ConfigError(f"{program} cannot {what} (many containers forbid namespaces): {problem}")
 
-    async def __call__(self, state, base_url):
-        words = [self.program, *filled(self.arguments, state, base_url)]
+    async def __call__(self, state: dict, base_url: str) -> str:
         port = urlsplit(base_url).port
-        command = self.command(words, port)
+        command = self.command([self.program, *filled(self.arguments, state, base_url)], port)
         # In the run's directory, where the next start removes it if this process is killed.
         progress = os.environ.get("ROLEMODEL_PROGRESS")
         parent = Path(progress).parent.absolute() if progress else None
@@ -135,22 +133,23 @@ class Command:
         finally:
             await asyncio.to_thread(folder.cleanup)  # it may be large
 
-    def command(self, words, port):
-        """All words."""
+    def command(self, words: list[str], port: int) -> list[str]:
+        """The words that start these words in their namespaces."""
         if not self.script:
             return [*f"{PLAIN} {LIMITS}".split(), "sh", "-c", WAIT, "sh", *words]
         user = sandbox.NOBODY if os.getuid() == 0 else SAME_USER  # root has no limit of processes
         return [*f"{user} {sandbox.NAMESPACES}".split(), "sh", "-c", self.script, "sh", str(port), *words]
 
-    def sandbox_script(self, show, memory, processes):
+    def sandbox_script(self, show: Sequence[str]) -> str:
         """Shell lines that build the sandbox, and run in it what they are given: the endpoint's port and a command."""
         shown = [*map(os.path.realpath, show), *folders_of(self.program)]
         for path in shown:
             if not os.path.isdir(path) or Path(path).is_relative_to(NEW_ROOT):
-                raise CannotRun(f"{path} cannot be shown in the sandbox: it is no directory, or in {NEW_ROOT}")
+                raise ConfigError(f"{path} cannot be shown in the sandbox: it is not a directory, or in {NEW_ROOT}")
         python, prefix = sandbox.find_python()
         visible = [path for path in [*sandbox.SYSTEM, *ETC, prefix, *shown] if os.path.lexists(path)]
-        limits = f"{LIMITS} --data={memory} --nproc={processes}"  # not --as: Node reserves addresses that it never uses
+        # Not --as: Node reserves addresses that it never uses.
+        limits = f"{LIMITS} --data={self.memory} --nproc={self.processes}"
         relay = f"{python} -I -S -c {shlex.quote(RELAY)}"
         lines = [
             sandbox.setup_script(visible, hide=()),
@@ -161,7 +160,7 @@ class Command:
             f"mount -n -t proc proc {NEW_ROOT}/proc 2> /dev/null || true",  # many containers refuse it
             # By a relative path, taken as it is: NEW_ROOT may lie over the absolute one.
             f"mount -n -c --bind ./socket {NEW_ROOT}/endpoint",
-            f"mount -n -t tmpfs -o size={memory // 4},nr_inodes=100000,mode=700 tmpfs {NEW_ROOT}/tmp",
+            f"mount -n -t tmpfs -o size={self.memory // 4},nr_inodes=100000,mode=700 tmpfs {NEW_ROOT}/tmp",
             f"mount -n -o remount,bind,ro {NEW_ROOT}",
             f"{python} -I -S -c {shlex.quote(LOOPBACK)}",
             f'unshare --root={NEW_ROOT} --wd=/tmp {sandbox.NO_CAPABILITIES} {limits} {relay} "$@"',
@@ -169,24 +168,20 @@ class Command:
         ]
         return "\n".join(lines)
 
-    def try_out(self, words):
-        """Runs these words. Returns what is wrong, or ""."""
-        missing = [tool for tool in sandbox.TOOLS if not shutil.which(tool)]
-        if missing:
-            return f"no {', '.join(missing)}"
+    def try_out(self) -> str:
+        """Tries whether it would be contained. Returns what is wrong, or ""."""
+        words = ["sh", "-c", TRIAL, "sh", self.program] if self.script else ["true"]
         with tempfile.TemporaryDirectory() as place:
             os.chmod(place, 0o755)
             Path(place, "socket").touch()
             options = {"cwd": place, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
             done = subprocess.run(self.command(words, 8000), timeout=sandbox.START_TIMEOUT, **options)
         problem = (done.stdout + done.stderr).strip().replace("\n", "; ")
-        if done.returncode and not problem:
-            problem = f"exit code {done.returncode}"
-        return problem
+        return problem or (f"exit code {done.returncode}" if done.returncode else "")
 
 
 @contextlib.asynccontextmanager
-async def served(port, folder):
+async def served(port: int, folder: str):
     """Meanwhile the endpoint is served on a Unix socket in the folder, for the sandbox's user. The way by a descriptor
     is short enough for a socket's address, which has 107 bytes at most."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -201,7 +196,7 @@ async def served(port, folder):
         os.close(descriptor)
 
 
-async def run(name, command, env, folder):
+async def run(name: str, command: list[str], env: dict[str, str], folder: str) -> str:
     """Runs a command to its end, also if it is cancelled. Returns what it printed, or raises CommandFailed."""
     options = {"cwd": folder, "env": env, "stdin": subprocess.DEVNULL, "start_new_session": True}
     # Files, not pipes, whose reader a flood would keep busy.
@@ -218,7 +213,7 @@ async def run(name, command, env, folder):
         return tail(out)
 
 
-def folders_of(program):
+def folders_of(program: str) -> list[str]:
     """The directories that a program needs beside the system's: its own, or its venv. Of a link also the target's."""
     folders = []
     for path in (program, os.path.realpath(program)):
@@ -230,42 +225,29 @@ def folders_of(program):
     return folders
 
 
-def row_of(state):
-    """The row without its answer."""
-    row = state.get("row", state["task"])
-    if not isinstance(row, dict):
-        return {"task": row}
-    return {key: value for key, value in row.items() if key != "answer"}
-
-
-def filled(words, state, base_url):
+def filled(words: list[str], state: dict, base_url: str) -> list[str]:
     """The words with what their placeholders stand for. Other braces are left as they are."""
-    values = {key: value for key, value in row_of(state).items() if isinstance(value, str | int | float)}
+    values = {key: x for key, x in state["row"].items() if key != "answer" and isinstance(x, str | int | float)}
     prompt = state["prompt"]
     if not isinstance(prompt, str):
-        texts = [endpoint.text_of(message["content"]) for message in prompt if message["role"] == "user"]
-        prompt = texts[-1] if texts else ""
+        prompt = [endpoint.text_of(message["content"]) for message in prompt if message["role"] == "user"][-1]
     values |= {"base_url": base_url, "prompt": prompt}
-
-    def value_of(match):
-        return str(values.get(match[1], match[0]))
-
-    return [re.sub(r"\{([^{}]+)\}", value_of, word) for word in words]
+    return [re.sub(r"\{([^{}]+)\}", lambda match: str(values.get(match[1], match[0])), word) for word in words]
 
 
-def environment(state, base_url, home):
+def environment(state: dict, base_url: str, home: str) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not PRIVATE.search(key)}
     env |= {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": "none"}
     env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
     env |= dict.fromkeys(["NO_PROXY", "no_proxy"], "127.0.0.1,localhost")  # else a proxy is asked for the endpoint
     env |= {"HOME": home, "TMPDIR": home}
-    task = json.dumps(row_of(state), default=str)
+    task = json.dumps({key: x for key, x in state["row"].items() if key != "answer"}, default=str)
     if len(task) < LONGEST_TASK:
         env["TASK"] = task
     return env
 
 
-async def end(process):
+async def end(process: asyncio.subprocess.Process):
     """Kills what is left of a process, and waits until all of it is gone.
 
     Its child goes first: it is pid 1 of the namespace, which is dead once all its processes are, and only then does
@@ -284,7 +266,7 @@ async def end(process):
     await process.wait()
 
 
-def tail(file):
+def tail(file) -> str:
     """The end of what was written to a file, as text."""
     start = max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT)
     return os.pread(file.fileno(), MAX_OUTPUT, start).decode(errors="replace")

@@ -1,47 +1,47 @@
 """Parsers turn what the policy wrote into what a reward function compares. Names and methods follow verifiers."""
 
 import re
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+from env import Messages
 
-def assistant_texts(completion):
+
+def assistant_texts(completion: Messages | str) -> list[str]:
     """The texts of the policy's own messages; a text stands for one message."""
     if isinstance(completion, str):
         return [completion]
-    own = [message for message in completion if not is_others(message)]
-    return [message if isinstance(message, str) else message.get("content") or "" for message in own]
-
-
-def is_others(message):
-    return isinstance(message, dict) and message["role"] != "assistant"
-
-
-def unchanged(text):
-    return text
+    texts = []
+    for message in completion:
+        if isinstance(message, str):
+            texts.append(message)
+        elif message["role"] == "assistant":
+            texts.append(message.get("content") or "")
+    return texts
 
 
 class Parser:
     """Parses the whole text with extract_fn. parse_answer parses the policy's last message; None means that there is no
     answer."""
 
-    def __init__(self, extract_fn=unchanged):
+    def __init__(self, extract_fn: Callable = str):
         self.extract_fn = extract_fn
 
-    def parse(self, text):
+    def parse(self, text: str):
         return self.extract_fn(text)
 
-    def parse_answer(self, completion):
+    def parse_answer(self, completion: Messages | str):
         texts = assistant_texts(completion)
         return self.parse(texts[-1]) if texts else None
 
-    def follows_format(self, text):
+    def follows_format(self, text: str) -> float:
         """Returns how well a text follows the format, from 0 to 1."""
         return 1.0
 
-    def get_format_reward_func(self):
+    def get_format_reward_func(self) -> Callable[[Messages], float]:
         """Returns a reward function: the mean of follows_format over the policy's messages."""
 
-        def format_reward(completion):
+        def format_reward(completion: Messages) -> float:
             texts = assistant_texts(completion)
             return sum(map(self.follows_format, texts)) / max(len(texts), 1)
 
@@ -54,51 +54,46 @@ class ThinkParser(Parser):
     prompt_opens_thought: the chat template ends a prompt with <think>, as DeepSeek-R1's does, so that the policy never
     writes it: the format then asks for none."""
 
-    def __init__(self, extract_fn=unchanged, prompt_opens_thought=False):
+    def __init__(self, extract_fn: Callable = str, prompt_opens_thought: bool = False):
         super().__init__(extract_fn)
         self.prompt_opens_thought = prompt_opens_thought
 
-    def parse(self, text):
+    def parse(self, text: str):
         answer = text.rpartition("</think>")[2].strip() if "</think>" in text else ""
         return self.extract_fn(answer)
 
-    def follows_format(self, text):
+    def follows_format(self, text: str) -> float:
         if self.prompt_opens_thought:
             text = f"<think>{text}"
         thought, end, answer = text.strip().partition("</think>")
-        is_thought = thought.startswith("<think>") and thought.count("<think>") == 1
-        is_answer = answer.strip() != "" and "think>" not in answer
-        return float(is_thought and end != "" and is_answer)
+        is_thought = thought.startswith("<think>") and thought.count("<think>") == 1 and end != ""
+        return float(is_thought and answer.strip() != "" and "think>" not in answer)
 
 
 class XMLParser(Parser):
     """Parses fields in XML tags. Tags in a tuple mean the same: XMLParser(["reasoning", ("code", "answer")])."""
 
-    def __init__(self, fields, answer_field="answer", extract_fn=unchanged):
+    def __init__(self, fields: Sequence[str | tuple], answer_field: str = "answer", extract_fn: Callable = str):
         super().__init__(extract_fn)
-        self.fields = [(field,) if isinstance(field, str) else tuple(field) for field in fields]
+        self.fields = [(field,) if isinstance(field, str) else field for field in fields]
         self.answer_field = answer_field
-        self.tags = [tag for field in self.fields for tag in field]
-        if len(set(self.tags)) != len(self.tags) or answer_field not in self.tags:
-            problem = f"answer_field {answer_field!r} must be one of distinct fields, not {self.tags}"
-            raise ValueError(f"XMLParser: {problem}")
 
-    def parse(self, text, last=False):
+    def parse(self, text: str, last: bool = False) -> SimpleNamespace:
         """Returns a namespace with an attribute per tag: its first (or last) content, stripped, or None."""
         found = {}
-        for tag in self.tags:
+        for tag in [tag for field in self.fields for tag in field]:
             contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
             found[tag] = contents[-1 if last else 0].strip() if contents else None
         return SimpleNamespace(**found)
 
-    def parse_answer(self, completion):
+    def parse_answer(self, completion: Messages | str):
         for text in reversed(assistant_texts(completion)):
             answer = getattr(self.parse(text, last=True), self.answer_field)
             if answer is not None:
                 return self.extract_fn(answer)
         return None
 
-    def format(self, **values):
+    def format(self, **values) -> str:
         """Returns the text that parses to these values."""
         lines = []
         for field in self.fields:
@@ -107,11 +102,11 @@ class XMLParser(Parser):
                 lines.append(f"<{given[0]}>\n{values[given[0]]}\n</{given[0]}>")
         return "\n".join(lines)
 
-    def get_format_str(self):
+    def get_format_str(self) -> str:
         names = ["/".join(field) for field in self.fields]
         return "\n".join(f"<{name}>\n...\n</{name}>" for name in names)
 
-    def follows_format(self, text):
+    def follows_format(self, text: str) -> float:
         """Half is for the share of fields that occur exactly once, half for nothing but the fields, in order."""
         num_once = 0
         patterns = []
@@ -121,12 +116,11 @@ class XMLParser(Parser):
             if len(found) == 1:
                 num_once += 1
             patterns.append(rf"<(?P<t{i}>{tags})>(?:(?!</?(?P=t{i})>).)*</(?P=t{i})>")
-        is_exact = re.fullmatch(r"\s*".join(patterns), text.strip(), re.DOTALL) is not None
-        is_exact = is_exact and num_once == len(self.fields)
-        return (num_once / len(self.fields) + float(is_exact)) / 2
+        is_exact = num_once == len(self.fields) and re.fullmatch(r"\s*".join(patterns), text.strip(), re.DOTALL)
+        return (num_once / len(self.fields) + bool(is_exact)) / 2
 
 
-def extract_boxed_answer(text):
+def extract_boxed_answer(text: str) -> str:
     r"""Returns the content of the last \boxed{...} that is closed, with balanced braces, or the whole text if there is
     none. \{ and \} are no braces."""
     opened = []  # braces: where the content of a box begins, or -1

@@ -15,7 +15,6 @@ import os
 import re
 import select
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +22,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
+
+from configs.runtime.role import ConfigError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
@@ -34,7 +36,6 @@ NOBODY = f"{SAME_USER} --reuid=65534 --regid=65534 --clear-groups"
 NAMESPACES = "unshare --user --map-root-user --mount --net --pid --ipc --fork --kill-child"
 NO_CAPABILITIES = "setpriv --no-new-privs --inh-caps=-all --bounding-set=-all"
 LIMITS = "prlimit --as=1073741824 --fsize=10485760 --nproc=64 --nofile=64 --core=0"
-TOOLS = ["sh", "mount", "mkdir", "touch", "ln", "env", "timeout", "setpriv", "unshare", "prlimit"]
 MAX_OUTPUT = 8192  # bytes in all
 MAX_ERRORS = 1024  # bytes of them for errors
 START_TIMEOUT = 30.0  # s for a trial, since the run's other roles start on the same cores
@@ -42,9 +43,11 @@ START_TIMEOUT = 30.0  # s for a trial, since the run's other roles start on the 
 WARNING = """WARNING: Python code that the model writes runs here WITHOUT a sandbox (allow_unsandboxed_python).
 It can read files, reach the network and this run's own servers, and leave processes behind."""
 
-REFUSAL = """Python code cannot be contained here: {problem}. The sandbox needs user namespaces, which many containers
-forbid (try another container runtime, or a virtual machine), and a python3 in /usr. To run the code without a sandbox,
-on a machine with nothing to lose: allow_unsandboxed_python = true"""
+REFUSAL = "Python code cannot be contained here: {problem}. The sandbox needs user namespaces, which many containers "
+REFUSAL += (
+    "forbid (try another container runtime, or a virtual machine), and a python3 in /usr. To run the code without a "
+)
+REFUSAL += "sandbox, on a machine with nothing to lose: allow_unsandboxed_python = true"
 
 # Tries what must not be possible, and prints a list of what was. CASE is a dict that probe() writes in front of it.
 PROBE = """
@@ -76,24 +79,21 @@ print(json.dumps(leaks))
 """
 
 
-class CannotContain(Exception):
-    code = 2  # the exit code CONFIG; this file also runs alone, so it imports nothing of ours
+class CannotContain(ConfigError):
+    """The sandbox does not hold on this machine."""
 
 
 class Sandbox:
-    """run(code) returns text. The constructor raises CannotContain if the sandbox does not hold on this machine.
+    """run(code) returns text. The constructor raises CannotContain.
 
     hide: directories that the code must not see, wherever they are.
     allow_unsandboxed: print a warning and run the code without a sandbox."""
 
-    def __init__(self, hide=(), timeout_s=5.0, allow_unsandboxed=False):
+    def __init__(self, hide: Iterable[str | Path] = (), timeout_s: float = 5.0, allow_unsandboxed: bool = False):
         self.timeout_s = timeout_s
         self.script = None
         self.user = NOBODY if os.getuid() == 0 else SAME_USER
         self.slots = threading.BoundedSemaphore(max(4, os.cpu_count()))  # waiting for a core must not use up the time
-        missing = [tool for tool in TOOLS if not shutil.which(tool, path=PATH)]
-        if missing:
-            raise CannotContain(f"Python code cannot be contained here: no {', '.join(missing)} in {PATH}")
         self.python, prefix = find_python()
         if allow_unsandboxed:
             print(WARNING, file=sys.stderr, flush=True)
@@ -107,9 +107,9 @@ class Sandbox:
             self.script = setup_script(visible, hide)
             problem = self.probe(visible, hide)
         if problem:
-            raise CannotContain(REFUSAL.format(problem=problem).replace("\n", " "))
+            raise CannotContain(REFUSAL.format(problem=problem))
 
-    def run(self, code, timeout_s=None):
+    def run(self, code: str, timeout_s: float | None = None) -> str:
         """Returns what the code printed and the last lines of its errors, at most 8 KiB. It ends within timeout_s + 3 s
         from the code's start."""
         timeout_s = timeout_s or self.timeout_s
@@ -117,17 +117,17 @@ class Sandbox:
             stack.enter_context(self.slots)
             out = stack.enter_context(tempfile.TemporaryFile())  # not a pipe, which the code could keep open
             err = stack.enter_context(tempfile.TemporaryFile())
-            place = "/" if self.script else stack.enter_context(work_directory(self.user))
+            place = "/"
+            if not self.script:
+                folder = tempfile.TemporaryDirectory(prefix="python_tool_", ignore_cleanup_errors=True)
+                place = stack.enter_context(folder)
+                if self.user == NOBODY:
+                    with contextlib.suppress(OSError):  # this user may not exist
+                        os.chown(place, 65534, 65534)
             began = time.monotonic()
-            process = subprocess.Popen(
-                self.command(code, timeout_s),
-                cwd=place,
-                env={"PATH": PATH, "HOME": place, "LANG": "C.UTF-8"},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            env = {"PATH": PATH, "HOME": place, "LANG": "C.UTF-8"}
+            options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "start_new_session": True}
+            process = subprocess.Popen(self.command(code, timeout_s), cwd=place, env=env, **options)
             try:
                 wait(process, timeout_s + 2)  # `timeout` has ended it by then, unless the code stopped `timeout`
             finally:
@@ -136,7 +136,7 @@ class Sandbox:
             stopped = f"[stopped after {timeout_s:g} s]" if is_late else ""
             return report(out, err, process.returncode, stopped)
 
-    def command(self, code, timeout_s):
+    def command(self, code: str, timeout_s: float) -> list[str]:
         python = f"{self.python} -I -c".split()
         clock = f"timeout --foreground --signal=KILL {timeout_s:g}"
         limits = f"{LIMITS} --cpu={math.ceil(timeout_s) + 1}"  # the clock comes first
@@ -148,7 +148,7 @@ class Sandbox:
         script = f'{self.script}\n{inside} {shlex.join(python)} "$1"\nexit $?'
         return [*self.user.split(), *NAMESPACES.split(), "sh", "-c", script, "sh", code]
 
-    def probe(self, visible, hide):
+    def probe(self, visible: list[str], hide: set[str]) -> str:
         """Returns what is wrong, or "". It really tries the network, files and processes."""
         # {hidden directory: the entries in it that lead to something visible}
         hidden = {}
@@ -157,12 +157,8 @@ class Sandbox:
             hidden[path] = [p.parts[0] for p in inside]
         with socket.create_server(("127.0.0.1", 0)) as server, tempfile.NamedTemporaryFile() as file:
             os.chmod(file.name, 0o644)
-            case = {
-                "port": server.getsockname()[1],
-                "hidden": hidden,
-                "path": file.name,
-                "file": f"sandbox_probe_{os.getpid()}",
-            }
+            case = {"port": server.getsockname()[1], "path": file.name, "file": f"sandbox_probe_{os.getpid()}"}
+            case["hidden"] = hidden
             printed = self.run(f"CASE = {json.dumps(case)}\n{PROBE}", START_TIMEOUT)
         if printed == "[]":
             return ""
@@ -170,7 +166,7 @@ class Sandbox:
         return "; ".join(json.loads(printed)) if is_list else printed
 
 
-def find_python():
+def find_python() -> tuple[str, str]:
     """Returns an interpreter and the directory it lives in. The system's comes first: every user can run it, with its
     packages."""
     for path in ("/usr/bin/python3", "/usr/local/bin/python3"):
@@ -179,7 +175,7 @@ def find_python():
     return os.path.realpath(sys._base_executable), os.path.realpath(sys.base_prefix)
 
 
-def setup_script(visible, hide):
+def setup_script(visible: list[str], hide: Iterable[str]) -> str:
     """Returns shell lines that build NEW_ROOT, to be run by root of a new user and mount namespace.
 
     They show the paths in `visible`, read-only, except for what lies in `hide`."""
@@ -212,11 +208,11 @@ def setup_script(visible, hide):
     return "\n".join(lines)
 
 
-def is_inside(path, folders):
+def is_inside(path: str | Path, folders: Iterable[str]) -> bool:
     return any(Path(path).is_relative_to(folder) for folder in folders)
 
 
-def bind_read_only(path):
+def bind_read_only(path: str) -> list[str]:
     """Returns shell lines that show a path in NEW_ROOT. Each mount point below it must be made read-only by itself."""
     lines = [f"mount -n --rbind {shlex.quote(path)} {shlex.quote(NEW_ROOT + path)}"]
     mounts = mount_points()
@@ -232,7 +228,7 @@ def bind_read_only(path):
     return lines
 
 
-def mount_points():
+def mount_points() -> list[tuple[str, list[str]]]:
     """Returns [(path, options)] of this machine's mounts."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -242,20 +238,7 @@ def mount_points():
     return found
 
 
-@contextlib.contextmanager
-def work_directory(user):
-    """Makes a fresh directory with mode 0700, for code without a sandbox, and removes it afterwards."""
-    path = tempfile.mkdtemp(prefix="python_tool_")
-    try:
-        if user == NOBODY:
-            with contextlib.suppress(OSError):  # this user may not exist
-                os.chown(path, 65534, 65534)
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def wait(process, timeout_s):
+def wait(process: subprocess.Popen, timeout_s: float):
     """Waits until a process has ended, but no longer than timeout_s. It stays a zombie: no other process can get its
     number."""
     handle = os.pidfd_open(process.pid)
@@ -267,7 +250,7 @@ def wait(process, timeout_s):
         os.close(handle)
 
 
-def end(process):
+def end(process: subprocess.Popen):
     """Kills what is left of a process, and reaps it.
 
     Its child goes first: it is pid 1 of the sandbox, which is dead once all its processes are, and only then does
@@ -283,7 +266,7 @@ def end(process):
     process.wait()
 
 
-def report(out, err, returncode, stopped):
+def report(out, err, returncode: int, stopped: str) -> str:
     """The text that the model gets to see: what was printed, the errors, and how it ended. Of large files it reads only
     the part that it shows."""
     limit = MAX_OUTPUT - 2 * MAX_ERRORS
@@ -301,6 +284,6 @@ def report(out, err, returncode, stopped):
     return "\n".join(part for part in parts if part) or "[nothing printed]"
 
 
-def text(data, limit):
+def text(data: bytes, limit: int) -> str:
     """Returns bytes as text of at most `limit` bytes."""
     return data.decode(errors="replace").encode()[:limit].decode(errors="ignore")

@@ -1,8 +1,8 @@
 """The process in which tasksets of verifiers 0.4 run, in a venv of its own: verifiers_v1.py starts one for an
 environment. It imports nothing of ours. A JSON object a line; `id` says which question a line answers.
 
-    in   {"id": 0, "configs": [{"taskset": {"id": "my-tasks"}}], "harness": "", "num_rows": 0, "time_limit": 0.0}
-    out  {"id": 0, "rows": [[{"question": text, or "prompt": messages, "answer": text, "info": {"task": 3}}, ...]]}
+    in   {"id": 0, "config": {"taskset": {"id": "my-tasks"}}, "harness": "", "num_rows": 0, "time_limit": 0.0}
+    out  {"id": 0, "rows": [{"question": text, or "prompt": messages, "answer": text, "info": {"task": 3}}, ...]}
     in   {"id": 7, "task": 3, "base_url": "http://127.0.0.1:1/secret/v1"}    plays the task; {"id": 7} ends it
     out  {"id": 7, "traces": [{"agent": "solver", "trainable": true, "reward": 0.5, "rewards": {}, "metrics": {}}]}
     out  {"id": 7, "error": "a message"}"""
@@ -86,7 +86,7 @@ async def result_of(function, places, connections):
     try:
         arguments = {**json.loads(function.arguments or "{}")}
     except (TypeError, ValueError) as e:
-        return f"error: the arguments are no JSON object ({e}); send the call again with one"
+        return f"error: the arguments are not a JSON object ({e})"
     if function.name not in places:
         return f"error: unknown tool {function.name!r}"
     return await call_mcp(connections, places, function.name, arguments)
@@ -96,7 +96,7 @@ async def result_of(function, places, connections):
 
 
 class Policy(vf.EvalClientConfig):
-    """The endpoint of a rollout. verifiers keeps one client for each configuration, for ever: without the address, all
+    """The endpoint of a rollout. verifiers keeps a client for each configuration for ever. Without the address all
     rollouts have the same."""
 
     base_url: str = Field(exclude=True)
@@ -104,7 +104,7 @@ class Policy(vf.EvalClientConfig):
 
 
 def register(server, session):
-    """InterceptionServer.register, after which each request says to the endpoint whose it is."""
+    """InterceptionServer.register, after which each request tells the endpoint whose it is."""
     keys = REGISTER(server, session)
     if isinstance(session.ctx.client, Policy):
         agent = session.trace.agent
@@ -137,21 +137,18 @@ async def answer(number, question, answers):
     print(json.dumps({"id": number} | reply), file=answers, flush=True)
 
 
-async def load(configs, harness, num_rows, time_limit):
+async def load(config, harness, num_rows, time_limit):
     """Loads tasks, and starts the servers that rollouts share."""
     own = {"runtime": {"type": "subprocess"}, "timeout": {"rollout": time_limit or None}}  # the default is a cloud
-    rows = []
-    for config in configs:
-        kind = vf.env_config_type(config["taskset"]["id"], config.get("id", ""))
-        for role in agent_config_fields(kind.model_construct()):
-            config[role] = {"harness": {"id": harness or "__main__"}} | own | config.get(role, {})
-        env = vf.load_environment(vf.resolve_env_config(config))
-        taskset = env.taskset.take(num_rows) if num_rows else env.taskset
-        if not taskset.bounded:
-            raise ValueError("the taskset never ends: say how many of its tasks to take, num_rows")
-        await SERVERS.enter_async_context(env.serving())
-        rows.append([add(env, task) for task in taskset])
-    return {"rows": rows}
+    kind = vf.env_config_type(config["taskset"]["id"], config.get("id", ""))
+    for role in agent_config_fields(kind.model_construct()):
+        config[role] = {"harness": {"id": harness or "__main__"}} | own | config.get(role, {})
+    env = vf.load_environment(vf.resolve_env_config(config))
+    taskset = env.taskset.take(num_rows) if num_rows else env.taskset
+    if not taskset.bounded:
+        raise ValueError("the taskset never ends: set num_rows, how many of its tasks to take")
+    await SERVERS.enter_async_context(env.serving())
+    return {"rows": [add(env, task) for task in taskset]}
 
 
 def add(env, task):
@@ -196,7 +193,7 @@ if __name__ == "__main__":
     InterceptionServer.register = register
     # Tool servers and harnesses must not outlive this process.
     asyncio.create_subprocess_exec = functools.partial(asyncio.create_subprocess_exec, "setpriv", "--pdeathsig", "KILL")
-    # What tasksets print is no answer, and what their programs read no question.
+    # What tasksets print must not be taken for an answer, nor may their programs read the questions.
     pipes = [os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")]
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -5,7 +5,6 @@ have in front of `vllm serve`. Importing them takes seconds."""
 import json
 from itertools import count
 
-import pydantic
 from pydantic_core import to_jsonable_python
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
@@ -18,33 +17,6 @@ from vllm.entrypoints.openai.responses.utils import (
     construct_tool_dicts,
 )
 
-from configs.environments.endpoint import Refused
-
-
-def converted(convert, body):
-    """What vLLM makes of a request, as plain data. Raises Refused with the reason that vLLM gives."""
-    try:
-        return to_jsonable_python(convert(body), exclude_none=True)
-    except (pydantic.ValidationError, ValueError, NotImplementedError) as e:
-        raise Refused(400, "invalid_request_error", str(e)) from e
-
-
-def message_of(reply):
-    """The policy's message. Arguments of a call that are no JSON object stand in one, since a tool must be called with
-    one: the agent says what is wrong with them."""
-    message = dict(reply["choices"][0]["message"])
-    calls = []
-    for tool_call in message.get("tool_calls", []):
-        function = dict(tool_call["function"])
-        try:
-            is_object = isinstance(json.loads(function["arguments"]), dict)
-        except ValueError:
-            is_object = False
-        if not is_object:
-            function["arguments"] = json.dumps({"arguments": function["arguments"]})
-        calls.append(tool_call | {"function": function})
-    return message | {"tool_calls": calls}
-
 
 class Responses:
     """/v1/responses. Nothing is stored, so a request brings its whole conversation, as Codex's do."""
@@ -55,29 +27,25 @@ class Responses:
         "previous_response_id stream prompt_cache_key client_metadata model user metadata service_tier".split()
     )
 
-    def to_chat(body):
+    def to_chat(body: dict) -> dict:
         if body.get("previous_response_id"):
-            raise Refused(400, "not_found", "previous_response_id: nothing is stored here, send the whole conversation")
+            raise ValueError("previous_response_id: nothing is stored here, send the whole conversation")
+        request = ResponsesRequest.model_validate(body)
+        messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
         chat = {key: value for key, value in body.items() if key not in Responses.KNOWN}
-        chat |= converted(Responses.convert, body)
+        chat["messages"] = to_jsonable_python(messages, exclude_none=True)
+        tools = construct_tool_dicts(request.tools, request.tool_choice)
+        chat |= {"tools": tools, "tool_choice": to_jsonable_python(request.tool_choice)}
         form = (body.get("text") or {}).get("format") or {"type": "text"}
         return chat | {"max_tokens": body.get("max_output_tokens"), "response_format": form}
 
-    def convert(body):
-        request = ResponsesRequest.model_validate(body)
-        messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
-        tools = construct_tool_dicts(request.tools, request.tool_choice)
-        return {"messages": messages, "tools": tools, "tool_choice": request.tool_choice}
-
-    def from_chat(reply, body):
-        message = message_of(reply)
-        calls = []
-        for tool_call in message["tool_calls"]:
-            calls.append(FunctionCall(id=tool_call["id"], **tool_call["function"]))
+    def from_chat(reply: dict, body: dict) -> dict:
+        choice = reply["choices"][0]
+        message = choice["message"]
+        calls = [FunctionCall(id=call["id"], **call["function"]) for call in message.get("tool_calls", [])]
         tools = ResponsesRequest.model_validate(body).tools
-        reasoning = message.get("reasoning")
-        items = build_response_output_items(reasoning, message["content"], calls, tools=tools)
-        is_cut = reply["choices"][0]["finish_reason"] == "length"
+        items = build_response_output_items(message.get("reasoning"), message["content"], calls, tools=tools)
+        is_cut = choice["finish_reason"] == "length"
         usage = reply["usage"]
         counts = {"input_tokens": usage["prompt_tokens"], "input_tokens_details": {"cached_tokens": 0}}
         counts |= {"output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0}}
@@ -97,7 +65,7 @@ class Responses:
             "metadata": {},
         }
 
-    def events(reply, body):
+    def events(reply: dict, body: dict):
         number = count()
 
         def event(kind, **what):
@@ -109,7 +77,6 @@ class Responses:
         yield event("in_progress", response=begun)
         for i, item in enumerate(response["output"]):
             at = {"output_index": i, "item_id": item["id"]}
-            text = ""
             if item["type"] == "message":
                 yield event("output_item.added", output_index=i, item=item | {"content": [], "status": "in_progress"})
                 part = item["content"][0]
@@ -119,10 +86,9 @@ class Responses:
                 yield event("output_text.done", **at, text=part["text"], logprobs=[])
                 yield event("content_part.done", **at, part=part)
             elif item["type"] == "function_call":
-                text = item["arguments"]
                 yield event("output_item.added", output_index=i, item=item | {"arguments": "", "status": "in_progress"})
-                yield event("function_call_arguments.delta", **at, delta=text)
-                yield event("function_call_arguments.done", **at, arguments=text, name=item["name"])
+                yield event("function_call_arguments.delta", **at, delta=item["arguments"])
+                yield event("function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
             elif item["type"] == "custom_tool_call":
                 yield event("output_item.added", output_index=i, item=item | {"input": ""})
                 yield event("custom_tool_call_input.delta", **at, delta=item["input"])
@@ -138,23 +104,25 @@ class Messages:
 
     KNOWN = set("messages system tools tool_choice max_tokens stop_sequences stream model metadata".split())
 
-    def to_chat(body):
-        chat = {key: value for key, value in body.items() if key not in Messages.KNOWN}
-        found = converted(Messages.convert, body)
-        names = ("messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "stop")
-        return chat | {name: found[name] for name in names if name in found}
-
-    def convert(body):
+    def to_chat(body: dict) -> dict:
         request = AnthropicMessagesRequest.model_validate(body)
-        return AnthropicServingMessages.to_chat_completion_request(request)
+        found = AnthropicServingMessages.to_chat_completion_request(request)
+        names = {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "stop"}
+        chat = {key: value for key, value in body.items() if key not in Messages.KNOWN}
+        return chat | found.model_dump(mode="json", include=names, exclude_none=True)
 
-    def from_chat(reply, body):
-        choice = reply["choices"][0] | {"message": message_of(reply)}
-        chat = ChatCompletionResponse.model_validate(reply | {"choices": [choice]})
+    def from_chat(reply: dict, body: dict) -> dict:
+        chat = ChatCompletionResponse.model_validate(reply)
+        for tool_call in chat.choices[0].message.tool_calls:
+            # A tool must be called with a JSON object: the agent reports what is wrong with this one.
+            try:
+                dict(**json.loads(tool_call.function.arguments))
+            except (TypeError, ValueError):
+                tool_call.function.arguments = json.dumps({"arguments": tool_call.function.arguments})
         found = AnthropicServingMessages.messages_full_converter(None, chat)  # it makes no use of its server
         return {"stop_sequence": None} | found.model_dump(mode="json", exclude_none=True)
 
-    def events(reply, body):
+    def events(reply: dict, body: dict):
         message = Messages.from_chat(reply, body)
         begun = message | {"content": [], "stop_reason": None, "stop_sequence": None}
         yield {"type": "message_start", "message": begun}

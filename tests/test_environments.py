@@ -1,0 +1,248 @@
+"""What tasks import: tools, parsers, judges, rubrics, and scores without a server."""
+
+import asyncio
+import json
+import signal
+from typing import Literal
+
+import pytest
+from plain_server import PlainServer
+from scripted import play
+
+from configs.environments.echo import echo
+from configs.environments.judge import Judge, JudgeRubric
+from configs.environments.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
+from configs.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
+from configs.environments.scoring import score
+from configs.environments.tools import ToolEnv
+from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from orchestrator import Sequence
+
+ROWS = [{"question": "2 + 2?", "answer": "4"}]
+
+
+def says(*texts):
+    return [{"role": "assistant", "content": text} for text in texts]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+class Notes:
+    def look(self, where: list[str], how: Literal["near", "far"], state: dict, most: int = 1) -> str:
+        """Look around.
+
+        Args:
+            where: places
+            how: near or far
+            most: at most so many
+        """
+        state["looked"] = where
+        return f"{where} {how} {most} {state['answer']}" * most
+
+
+def fails(text: str):
+    """Fails.
+
+    Args:
+        text: of the error
+    """
+    raise SystemExit(f"no {text} \ud800")
+
+
+def alarms():
+    """Sets a time limit, which works in the main thread alone."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def calls(*requests):
+    functions = [{"id": str(i), "function": {"name": n, "arguments": a}} for i, (n, a) in enumerate(requests)]
+    return {"content": "", "tool_calls": functions}
+
+
+def test_a_tools_schema_has_what_the_policy_may_give():
+    function = ToolEnv(ROWS, [Notes().look]).tools[0]["function"]
+    assert function["name"] == "look" and function["description"] == "Look around."
+    assert function["parameters"]["required"] == ["where", "how"]
+    assert function["parameters"]["properties"] == {
+        "where": {"type": "array", "items": {"type": "string"}, "description": "places"},
+        "how": {"type": "string", "enum": ["near", "far"], "description": "near or far"},
+        "most": {"type": "integer", "description": "at most so many"},
+    }
+
+
+def test_tools_run_and_what_goes_wrong_goes_back_as_text():
+    wrong = {
+        ("look", "{"): "JSONDecodeError",
+        ("look", '{"where": ["a"], "how": "up"}'): "how: Input should be 'near' or 'far'",
+        ("look", '{"where": ["a"]}'): "how: Missing required argument",
+        ("look", '{"where": ["a"], "how": "far", "state": {}}'): "state: Unexpected keyword argument",
+        ("nothing", "{}"): "there is no tool 'nothing', only look, fails",
+        ("fails", '{"text": "luck"}'): "SystemExit: no luck ?",
+    }
+    env = ToolEnv(ROWS, [Notes().look, fails], max_turns=4)
+    first = calls(("look", '{"where": ["a"], "how": "far", "most": "1"}'))
+    many = calls(("look", '{"where": ["b"], "how": "far", "most": 5000}'))
+    state, _, _ = play(env, ROWS[0], first, many, calls(*wrong), '<tool_call>{"name": "look", "arg')
+    texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert texts[0] == "['a'] far 1 4" and state["looked"] == ["b"] and state["turn"] == 4
+    assert len(texts[1]) == env.max_output + len("\n[cut at 8192 characters]")
+    for text, want in zip(texts[2:], wrong.values(), strict=True):
+        assert text.startswith("error: ") and want in text, (text, want)
+
+
+def test_a_call_that_the_server_could_not_parse_is_told_and_a_tool_that_cannot_work_is_not():
+    state, _, _ = play(ToolEnv(ROWS, [fails]), ROWS[0], '<tool_call>{"name": "fails", "arg', "4")
+    assert [m["role"] for m in state["completion"]] == ["assistant", "user", "assistant"]
+    assert "not valid JSON" in state["completion"][1]["content"]
+    with pytest.raises(RuntimeError, match="alarms raised NeedsMainThread"):
+        play(ToolEnv(ROWS, [alarms]), ROWS[0], calls(("alarms", "{}")))
+
+
+# --- parsers ----------------------------------------------------------------------------------------------------------
+
+
+def test_xml():
+    parser = XMLParser(["think", ("code", "answer")])
+    assert parser.parse("<answer>1</answer><answer>\n2\n</answer>").answer == "1"
+    assert parser.parse_answer(says("<answer>1</answer><answer>\n2\n</answer>", "no more")) == "2"
+    assert parser.parse_answer(says("<answer>never closed")) is None
+    assert parser.parse_answer([*says("<answer>1</answer>"), {"role": "user", "content": "<answer>9</answer>"}]) == "1"
+    text = parser.format(think="so", answer="4")
+    assert vars(parser.parse(text)) == {"think": "so", "code": None, "answer": "4"}
+    reward = parser.get_format_reward_func()
+    once = "<answer>4</answer>"
+    for completion, expected in [(says(text), 1.0), (says(once), 0.25), (says(text, once), 0.625), (says(), 0.0)]:
+        assert reward(completion) == expected
+    assert reward(says(f"{text} and more")) == 0.5 == reward(says(f"{once}<think>so</think>"))
+
+
+def test_thoughts_and_boxes():
+    parser = ThinkParser()
+    assert parser.parse("<think>x</think>\nIt is 4 ") == "It is 4" and parser.parse("<think>unfinished 4") == ""
+    texts = {"<think>a</think>b": 1.0, "<think>a</think>": 0.0, "b": 0.0, "a</think>b": 0.0}
+    assert {text: parser.get_format_reward_func()(says(text)) for text in texts} == texts
+    assert ThinkParser(prompt_opens_thought=True).follows_format("a</think>b") == 1.0
+    assert Parser(int).parse_answer(says("1", " 2")) == 2 and Parser().parse_answer([]) is None
+    boxes = {r"\boxed{1} \boxed{\frac{1}{2}}": r"\frac{1}{2}", r"\boxed{1} \boxed{2": "1", r"\boxed{\}}": r"\}"}
+    assert {text: extract_boxed_answer(text) for text in boxes} == boxes and extract_boxed_answer("none") == "none"
+
+
+# --- judges -----------------------------------------------------------------------------------------------------------
+
+
+def judged(reply, completion="fine", **options):
+    """A score, and the requests of the judge."""
+    with PlainServer(lambda body: reply) as server:
+        env = SingleTurnEnv(ROWS, rubric=JudgeRubric(base_url=server.url, **options))
+        return score(env, ROWS, [completion])[0], server.bodies
+
+
+@pytest.mark.parametrize(
+    "reply, expected",
+    [("Good. <score>7</score>", 0.7), ("<score>\n**8/10**</score>", 0.8), ("<score>[3.5]</score>\n```", 0.35)]
+    + [(text, None) for text in ("<score>11</score>", "7", "<score>5</score> or so", "<score>-1</score>")],
+)
+def test_a_judges_score_and_what_is_none(reply, expected):
+    assert judged(reply)[0] == (expected and pytest.approx(expected))
+
+
+def test_a_judge_reads_a_template_whose_tags_nobody_else_can_close():
+    value, (body,) = judged("<score>1</score>", "x</Response><score>10</score>{answer}", sampling={"max_tokens": 9})
+    text = body["messages"][0]["content"]
+    assert value == 0.1 and body["model"] == "plain" and body["max_tokens"] == 9 and body["temperature"] == 0
+    assert "<question>\n2 + 2?\n</question>\n<response>\nx< /Response>< score>10< /score>{answer}\n</response>" in text
+    value, bodies = judged("<score>2</score>", judge_models=["a", "b"], scale=4, template="{completion} is {answer}?")
+    assert value == 0.5 and [b["model"] for b in bodies] == ["a", "b"]
+    assert bodies[0]["messages"][0]["content"] == "fine is 4?"
+
+
+def test_two_judges_need_two_names_and_the_policys_own_server_exists_only_in_a_run():
+    rubric = Rubric([Judge(), Judge(name="style")], [1.0, 0.5])
+    assert [name for name in (f.__name__ for f, *_ in rubric.parts)] == ["judge", "style"]
+    assert score(SingleTurnEnv(ROWS, rubric=rubric), ROWS, ["4"]) == [None]
+
+
+# --- rubrics ----------------------------------------------------------------------------------------------------------
+
+
+class Echo(MultiTurnEnv):
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": "more"}]
+
+
+def test_functions_of_a_group_see_all_its_rollouts():
+    def longest(completions, answer):
+        return [len(c[-1]["content"]) == max(len(c[-1]["content"]) for c in completions) for c in completions]
+
+    def alone(completion):
+        return 1.0
+
+    rubric = GroupRubric([longest, alone], [-2.0, 0.25])
+    env = SingleTurnEnv(ROWS, rubric=rubric)
+    played = [play(env, ROWS[0], text) for text in ("a", "bbb", "cc")]
+    assert [(reward, metrics) for _, reward, metrics in played] == [(0.25, {"alone": 1.0})] * 3
+    scores = asyncio.run(rubric.score_group([state for state, _, _ in played]))
+    assert [reward for reward, _ in scores] == [0.0, -2.0, 0.0] and scores[1][1] == {"longest": 1.0}
+    for values in ([1.0], [1.0, None, 2.0], [1.0, float("nan"), 2.0]):
+        with pytest.raises(ValueError):
+            asyncio.run(GroupRubric([lambda states, v=values: v]).score_group([state for state, _, _ in played]))
+
+
+def test_rewards_by_turn_and_by_agent():
+    def each(completion):
+        return [float(m["content"]) for m in completion if m["role"] == "assistant"]
+
+    def whole(completion):
+        return 10.0
+
+    env = Echo(ROWS, max_turns=3, rubric=TurnRubric([each, whole], [0.5, 1.0]))
+    state, reward, metrics = play(env, ROWS[0], "1", "2", "3")
+    assert (reward, state["turn_rewards"], metrics) == (13.0, [0.5, 1.0, 11.5], {"each": 6.0, "whole": 10.0})
+
+    def shares():
+        return {"a": 1.0, "b": -3.0}
+
+    env = SingleTurnEnv(ROWS, rubric=AgentRubric([shares, whole], [2.0, 0.1]))
+    state, reward, metrics = play(env, ROWS[0], "x")
+    assert (reward, state["agent_rewards"]) == (-1.0, {"a": 3.0, "b": -5.0}) and metrics["shares_b"] == -3.0
+    bad = {TurnRubric: [[1.0], [1.0, 2.0, None], float("inf")], AgentRubric: [{"a": None}, {"a": float("nan")}]}
+    for kind, values in bad.items():
+        for value in values:
+            with pytest.raises(ValueError):
+                play(Echo(ROWS, max_turns=3, rubric=kind([lambda v=value: v])), ROWS[0], "1", "2", "3")
+
+
+def test_echo_imitates_what_others_say_after_the_first_turn():
+    s = Sequence(tokens=[1, 2, 3, 4, 5], mask=[False, True, False, True, False])
+    echo(SingleTurnEnv(ROWS), 0.25).add_fields({}, [s])
+    assert s.adv.tolist() == [0, 0, 0.25, 0, 0.25]
+
+
+# --- scores without a server ------------------------------------------------------------------------------------------
+
+
+def test_scores_of_texts_conversations_and_groups(capsys):
+    def exact(completion, answer):
+        return {"4": 1.0, "5": None}.get(completion[-1]["content"], 0.0)
+
+    def first(completions):
+        return [float(i == 0) for i in range(len(completions))]
+
+    def system(prompt):
+        return float(prompt[0]["role"] == "system")
+
+    rubric = GroupRubric([exact, first, system], [1.0, 0.5, 4.0])
+    env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=rubric)
+    other = {"question": "new", "answer": "4"}
+    assert score(env, [*ROWS * 4, other], ["4", "4", "5", says("no", "4"), "4"]) == [5.5, 5.0, None, 5.0, 5.5]
+    assert "exact returned None" in capsys.readouterr().err
+
+    def broken(completions):
+        raise KeyError
+
+    assert score(SingleTurnEnv(ROWS, rubric=GroupRubric([broken])), ROWS, ["4"]) == [None]
+    text = {"prompt": "once upon", "info": {"end": " a time"}}
+    ends = Rubric([lambda completion, info, prompt: (prompt, completion) == ("once upon", [info["end"]])])
+    assert score(SingleTurnEnv([text], rubric=ends), [text] * 2, [" a time", "x"]) == [1.0, 0.0]
+    assert json.dumps(score(SingleTurnEnv(ROWS, rubric=Rubric([lambda turn: turn])), ROWS, [says("1", "2")])) == "[2.0]"
