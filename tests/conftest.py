@@ -217,12 +217,8 @@ def wait_for(url, process, log, timeout_s=240):
 
 
 def stop(process):
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(20)
-        except ProcessLookupError:
-            return
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -340,12 +336,16 @@ def orchestrate(cfg, train_s=0.0):
 
 @pytest.fixture
 def run(tmp_path, models, fake_servers, monkeypatch):
-    """run(steps, env, *overrides, fake={...}) -> run directory: orchestrate() with the fake server."""
+    """run(steps, env, *overrides, fake={...}) -> run directory: orchestrate() with the fake server, whose answers are
+    chance unless fake has uniform = False. env: as in write_run, or an environment."""
 
     def go(steps, env, *overrides, fake=None, template="", train_s=0.0):
+        if not isinstance(env, str):
+            monkeypatch.setattr(orchestrator, "load_environment", lambda id, args, found=env: found)
+            env = "{}"
         toml = write_run(tmp_path, models["untied"], steps, env)
         url = fake_servers()
-        httpx.post(f"{url}/fake", json=(fake or {}) | {"template": template})
+        httpx.post(f"{url}/fake", json={"uniform": True, "template": template} | (fake or {}))
         monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
         return orchestrate(load_config(toml, [f'inference.urls=["{url}"]', *overrides]), train_s)
 

@@ -3,6 +3,7 @@ adapters, and a WeightReceiver that really joins the broadcast. An answer is a f
 the request's seed, so runs repeat exactly. FAKE in the environment, or a POST to /fake, holds JSON:
 
     {"template": "path",             a chat template
+     "uniform": true,                tokens are drawn from all alike, without the network, in no time
      "generate_s": 1.0,              seconds before every answer
      "slow": [50, 10.0],             every 50th takes 10 s more
      "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
@@ -22,7 +23,9 @@ import argparse
 import asyncio
 import ctypes
 import json
+import math
 import os
+import random
 import re
 import signal
 import sys
@@ -104,6 +107,10 @@ class Network(WeightReceiver):
 
     @torch.no_grad()
     def sample(self, name, ids, seed, max_tokens, temperature, eos):
+        if FAKE.get("uniform"):
+            drawn = random.Random(seed).choices(range(self.model.config.vocab_size), k=max_tokens)
+            tokens = drawn[: drawn.index(eos) + 1 if eos in drawn else None]
+            return tokens, [-math.log(self.model.config.vocab_size)] * len(tokens)
         draw = torch.Generator().manual_seed(seed)
         tokens = []
         logps = []

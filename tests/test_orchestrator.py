@@ -1,0 +1,535 @@
+"""orchestrator.py: rollouts, groups, advantages, rows, staleness, evaluations and batch files, by a fake server."""
+
+import asyncio
+import itertools
+import json
+import math
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import all_batches, lines
+
+import configs
+import env
+import orchestrator
+from configs.algorithms import evaluation
+from configs.runtime.role import ConfigError, DataError
+from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, extend_or_fork, to_arrays
+
+PAIRS = "orchestrator.rollouts_per_example=2"
+ON_POLICY = "orchestrator.max_staleness=0"
+
+
+def letters(completion):
+    """A function of the answer, that may be the same for two of them."""
+    return float(sum(map(ord, completion[-1]["content"])) % 3)
+
+
+def noise(answer):
+    return float(answer) + random.random()
+
+
+def rows(num, prompt="hello"):
+    return [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num)]
+
+
+def single(reward, num=37, prompt="hello", kind=SingleTurnEnv, **more):
+    return kind(rows(num, prompt), eval_dataset=rows(3), rubric=Rubric([reward]), **more)
+
+
+class Turns(MultiTurnEnv):
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": f"turn {state['turn']}"}]
+
+
+# --- whole batches ----------------------------------------------------------------------------------------------------
+
+
+def test_batches(run):
+    run_dir = run(6, single(letters, num=16), ON_POLICY, PAIRS, "eval.every=4", "seed=1")
+    batches = all_batches(run_dir)
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    assert [info["step"] for info, _ in batches] == list(range(6))
+    for n, (info, sequences) in enumerate(batches):
+        assert len(sequences) == 16 and info["max_tokens"] == 6
+        groups = {}
+        for s in sequences:
+            assert s["staleness"] == 0 and s["version"] == n and s["temperature"] == 1.0 and not s["mask"][0]
+            assert np.isfinite(s["old_logp"][s["mask"]]).all() and np.isnan(s["old_logp"][~s["mask"]]).all()
+            assert (s["adv"][~s["mask"]] == 0).all() and len(set(s["adv"][s["mask"]].tolist())) == 1
+            groups.setdefault((s["group"], s["attempt"]), []).append(s)
+        for group in groups.values():
+            rewards = np.array([s["reward"] for s in group])
+            assert np.allclose([s["adv"][s["mask"]][0] for s in group], rewards - rewards.mean()) and rewards.std() > 0
+        # Metrics are over all rollouts of the batch, also those of dropped groups.
+        mine = [r for r in rollouts if r["step"] == n]
+        rewards = [r["reward"] for r in mine]
+        expected = {"reward/mean": np.mean(rewards), "reward/std": np.std(rewards), "rollout/num": len(mine)}
+        expected |= {"reward/letters": np.mean(rewards), "rollout/tokens": np.mean([r["num_tokens"] for r in mine])}
+        expected |= {"group/kept": 8, "group/flat": sum(r["dropped"] == "flat" for r in mine) / 2, "rollout/turns": 1}
+        expected |= {"rollout/errors": 0, "rollout/forks": 0, "staleness/mean": 0, "staleness/max": 0}
+        assert {key: info["metrics"][key] for key in expected} == pytest.approx(expected)
+    assert {r["dropped"] for r in rollouts} == {"", "flat"}
+    first = [r["example"] for r in rollouts if not r["attempt"] and not r["rollout"]]
+    assert sorted(first[:16]) == list(range(16)) == sorted(first[16:32])  # each row once an epoch
+    evals = lines(run_dir / "eval.jsonl")
+    assert [(e["step"], e["n"]) for e in evals] == [(0, 3), (4, 3), (6, 3)]
+    asked = lines(run_dir / "eval_rollouts.jsonl")
+    assert [r["version"] for r in asked] == [0] * 3 + [4] * 3 + [6] * 3
+    assert evals[1]["rows"] == [r["reward"] for r in asked[3:6]]
+
+
+def test_staleness_is_bounded_and_used(run):
+    fake = {"generate_s": 0.03, "slow": [30, 0.3]}
+    run_dir = run(10, single(noise), "orchestrator.max_staleness=2", "eval.every=3", fake=fake, train_s=0.02)
+    found = Counter(s["staleness"] for _, sequences in all_batches(run_dir) for s in sequences)
+    assert set(found) == {0, 1, 2} and found[2] > 16
+    assert all(r["version"] == r["step"] for r in lines(run_dir / "eval_rollouts.jsonl"))
+
+
+MIX = """
+[[env]]
+id = "slow"
+ratio = 3.0
+[[env]]
+id = "fast"
+"""
+
+
+@pytest.fixture
+def mix(monkeypatch):
+    """mix(slow=env, fast=env) makes these what MIX names."""
+    return lambda **envs: monkeypatch.setattr(orchestrator, "load_environment", lambda id, args: envs[id])
+
+
+def test_a_mix_is_trained_at_its_ratio(run, mix):
+    """However long one environment takes, and however often the other is refilled."""
+
+    def sleeps():
+        time.sleep(random.choice((0, 0.2)))
+        return random.random()
+
+    mix(slow=single(sleeps), fast=single(letters))
+    run_dir = run(3, MIX, "eval.every=3", PAIRS)
+    for _, sequences in all_batches(run_dir):
+        kept = {(s["env"], s["group"], s["attempt"]) for s in sequences}
+        assert Counter(name for name, *_ in kept) == {"slow": 6, "fast": 2}
+    assert [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")] == [
+        (0, "slow"), (0, "fast"), (3, "slow"), (3, "fast")]  # fmt: skip
+
+
+def test_the_same_batches_after_a_kill_and_with_more_under_way(run, tmp_path):
+    """Rows are a function of the slot: what a killed run left half written is written again. A factor of 2 samples
+    replacements of dropped groups ahead, and nobody hears of those that turn out not to be needed."""
+    task = single(letters, num=16)
+    how = (ON_POLICY, PAIRS, "eval.every=2", "seed=1")
+    run(5, task, *how)
+    run_dir = tmp_path / "run"
+    whole = tmp_path / "whole"
+    run_dir.rename(whole)
+
+    def assert_same():
+        assert (run_dir / "eval.jsonl").read_text() == (whole / "eval.jsonl").read_text()
+        for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
+            assert sorted(map(str, lines(run_dir / name))) == sorted(map(str, lines(whole / name)))
+        for old, new in zip(all_batches(whole), all_batches(run_dir), strict=True):
+            assert old.info == new.info
+            key = lambda s: (s["group"], s["rollout"])  # noqa: E731
+            for a, b in zip(sorted(old.sequences, key=key), sorted(new.sequences, key=key), strict=True):
+                assert str(a) == str(b)
+
+    log = tmp_path / "log"
+    run(5, task, *how, "orchestrator.oversampling_factor=1.5", fake={"log": str(log)})
+    assert_same()
+    assert len(log.read_text().splitlines()) > len(lines(whole / "rollouts.jsonl")) + 4 * 3
+    for step in (2, 3, 4):
+        (run_dir / "batches" / f"step_{step:06d}.safetensors").unlink()
+    (run_dir / "batches" / "step_000002.tmp").write_text("half")
+    (run_dir / "version").unlink()  # as launch.py does
+    with open(run_dir / "rollouts.jsonl", "a") as file:
+        file.write('{"step": 2, "half')
+    run(5, task, *how)
+    assert_same()
+
+
+def test_where_a_run_goes_on(tmp_path):
+    for name in ("batches", "checkpoints/step_000004", "checkpoints/step_000009.tmp"):
+        (tmp_path / name).mkdir(parents=True)
+    assert orchestrator.resume(tmp_path) == (4, {})
+    sequence = to_arrays(Sequence([1, 2], [False, True], [math.nan, -1.0], [0, 0], [0.0, 1.0]))
+
+    def save(step):
+        path = tmp_path / "batches" / f"step_{step:06d}.safetensors"
+        orchestrator.save_batch(path, [sequence], {"order": {"e": step}})
+
+    save(1)
+    assert orchestrator.resume(tmp_path) == (4, {"e": 1})
+    save(4)
+    save(5)
+    assert orchestrator.resume(tmp_path) == (6, {"e": 5})
+    save(7)
+    with pytest.raises(ConfigError, match="no batch 6, .*remove .*step_000007"):
+        orchestrator.resume(tmp_path)
+
+
+def test_rows_are_a_function_of_the_slot(make_cfg):
+    def picked(seed, *where):
+        order = Order("e", [None] * 7, make_cfg(f"seed={seed}"), {})
+        return [order.pick(*at) for at in where]
+
+    slots = [(9, slot, 0) for slot in range(14)]
+    one = picked(0, *slots)
+    assert sorted(one[:7]) == list(range(7)) == sorted(one[7:]) and one[:7] != one[7:]
+    assert picked(0, *reversed(slots)) == one[::-1] and picked(1, *slots) != one
+    again = [(step, slot, attempt) for step in range(9) for slot in range(9) for attempt in (1, 2)]
+    assert set(Counter(picked(0, *again))) == set(range(7)) and picked(0, *again) == picked(0, *again)
+
+
+def test_deal():
+    ratios = {"a": 0.5, "b": 0.3, "c": 0.2}
+    dealt = list(itertools.islice(orchestrator.deal(ratios), 1000))
+    for num in (10, 137, 1000):
+        found = Counter(name for name, _ in dealt[:num])
+        assert all(abs(found[name] - num * ratio) <= 1 for name, ratio in ratios.items())
+    assert [slot for name, slot in dealt if name == "b"] == list(range(300))
+
+
+# --- what is lost -----------------------------------------------------------------------------------------------------
+
+
+def test_bad_rewards_lose_their_rollouts_and_never_become_zero(run):
+    values = itertools.cycle([None, math.nan, 1.0, "x", math.inf, 2.0, True])
+
+    def misbehaves():
+        return next(values)
+
+    run_dir = run(3, single(misbehaves), "orchestrator.rollouts_per_example=8")
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    failed = [r for r in rollouts if r["error"]]
+    assert 0.4 < len(failed) / len(rollouts) < 0.7 and all(r["reward"] is None and not r["metrics"] for r in failed)
+    assert {r["reward"] for r in rollouts if not r["error"]} == {1.0, 2.0}
+    for n, (info, sequences) in enumerate(all_batches(run_dir)):
+        assert info["metrics"]["rollout/errors"] == sum(r["step"] == n for r in failed)
+        assert all(s["reward"] for s in sequences)
+
+
+def test_what_ends_a_run(run, mix):
+    halves = itertools.cycle([None, 1.0, 2.0, 3.0])
+    mix(slow=single(noise), fast=single(lambda: next(halves)))
+    how = ("orchestrator.batch_size=64", "orchestrator.rollouts_per_example=8", "orchestrator.max_error_share=0.2")
+    with pytest.raises(DataError, match="fast: .* were lost, mostly: ValueError: <lambda> returned None"):
+        run(30, MIX.replace("3.0", "7.0"), *how)  # an eighth of all rollouts, a quarter of whose are lost
+    with pytest.raises(DataError, match="groups in a row had no gradient .now: flat"):
+        run(3, single(lambda: 1.0), "run_name=flat")
+    with pytest.raises(ConfigError, match="no eval_dataset"):
+        run(1, SingleTurnEnv(rows(3)), "eval.every=1", "run_name=none")
+    with pytest.raises(DataError, match="evaluation .*, all is lost: ValueError"):
+        run(1, single(lambda: None), "eval.every=1", "run_name=lost")
+
+
+def test_requests_that_fail_hang_or_lack_a_number(run):
+    """One that fails is asked again."""
+    fake = {"generate 2": "hang", "generate 6": "500", "generate 9": "logprobs"}
+    rollouts = lines(run(3, single(noise), "orchestrator.generation_timeout=2", fake=fake) / "rollouts.jsonl")
+    found = Counter(r["error"].split(":")[0] for r in rollouts)
+    assert found == {"": len(rollouts) - 2, "TimeoutError": 1, "ValueError": 1}
+
+
+def lost(work, timeout_s=5.0):
+    r = Rollout("e", 0, 0, 0, 0, reward=1.0, metrics={"x": 1.0})
+
+    async def go():
+        await asyncio.gather(orchestrator.guard([r], work, timeout_s))
+        assert not asyncio.current_task().cancelling()
+
+    asyncio.run(go())
+    assert (r.reward is None) == bool(r.error) == (r.metrics == {})
+    return r.error
+
+
+def test_guard():
+    async def cancels_itself():
+        asyncio.current_task().cancel()
+        await asyncio.sleep(0)
+
+    async def ends_before_its_cancel():
+        asyncio.current_task().cancel()
+
+    async def swallows():
+        with suppress(asyncio.CancelledError):
+            await cancels_itself()
+        raise LookupError("later")
+
+    async def is_suspended():
+        await asyncio.sleep(0.1)
+        time.sleep(0.6)
+        await asyncio.sleep(0.1)
+
+    def generator_exit():
+        raise GeneratorExit
+
+    def leaves():
+        raise SystemExit(2)
+
+    assert lost(cancels_itself()).startswith("CancelledError")
+    assert lost(ends_before_its_cancel()).startswith("CancelledError")
+    assert lost(swallows()) == "LookupError: later"
+    assert lost(asyncio.sleep(5), 0.1) == "TimeoutError: after 0.1 s"
+    assert lost(env.call(generator_exit)).startswith("RuntimeError: generator_exit raised GeneratorExit")
+    assert lost(env.call(leaves)) == "SystemExit: 2"
+    with pytest.raises(ConfigError):
+        lost(env.call(partial(configs.find, "none", {})))
+
+    async def is_cancelled():
+        task = asyncio.create_task(orchestrator.guard([], asyncio.sleep(60), 90))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(is_cancelled())
+
+
+# --- a rollout --------------------------------------------------------------------------------------------------------
+
+
+def reply(text="ab", ids=(5, 6), prompt=(1, 2), finish="stop", **choice):
+    logprobs = {"content": [{"logprob": -1.0 - i} for i in range(len(ids))]}
+    choice = {"finish_reason": finish, "token_ids": [*ids], "logprobs": logprobs, "message": {"content": text}} | choice
+    return {"choices": [choice], "prompt_token_ids": [*prompt]}
+
+
+def play(cfg, task, *replies):
+    """A rollout whose server answers these. Returns it and the requests."""
+    bodies = []
+    answers = iter(replies)
+
+    async def post(group, path, body):
+        bodies.append(body)
+        return next(answers)
+
+    async def go():
+        client = SimpleNamespace(cfg=cfg, version=3, salt="s", running=asyncio.Semaphore(1), post=post)
+        r = Rollout("e", 0, 0, 0, 7)
+        await orchestrator.roll_out(client, task, task.dataset[0], r, 3, {})
+        return r
+
+    return asyncio.run(go()), bodies
+
+
+def asks(*kwargs):
+    """An environment that calls generate with each of these."""
+
+    class Asks(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            for own in kwargs:
+                state["completion"].append(await generate(state["prompt"], **own))
+
+    return single(lambda: 1.0, kind=Asks)
+
+
+def test_what_a_request_says(make_cfg):
+    cfg = make_cfg("orchestrator.sampling.temperature=0.7")
+    r, bodies = play(
+        cfg, asks({"max_tokens": 4}, {"max_tokens": 99, "trainable": False, "top_p": 0.5}), reply(), reply()
+    )
+    plain = {"temperature": 0.7, "top_p": 1.0, "min_p": 0.0, "presence_penalty": 0.0, "return_token_ids": True}
+    assert bodies[0] == bodies[0] | plain | {"max_tokens": 4, "cache_salt": "s.3", "logprobs": True, "user": "7"}
+    assert bodies[1] == bodies[1] | plain | {"max_tokens": 16, "top_p": 0.5} and "seed" not in bodies[0]
+    assert (r.num_turns, r.num_tokens, r.version, r.reward, len(r.sequences)) == (2, 4, 3, 1.0, 1)
+    assert r.sequences[0].mask.tolist() == [False, False, True, True]
+    assert r.sequences[0].old_logp.tolist()[2:] == [-1.0, -2.0]
+    assert "token_ids" not in r.state["replies"][0]["choices"][0]
+    tools = [{"type": "function", "function": {"name": "f", "strict": True}}]
+    for own in ({"top_p": 0.5}, {"tools": tools}, {"logit_bias": {}}):
+        r, _ = play(cfg, asks(own), reply())
+        assert r.error.startswith("ValueError: generate(): ") and r.reward is None
+
+
+def test_what_an_answer_says(make_cfg):
+    cfg = make_cfg("orchestrator.max_prompt_len=3", "orchestrator.sampling.max_tokens=2", "max_seq_len=9")
+    once = asks({})
+
+    def content(**said):
+        r, _ = play(cfg, once, reply(**said))
+        return r.state["completion"][0]["content"], r.truncated
+
+    assert content(stop_reason="Q") == ("abQ", False) and content(stop_reason=0) == ("ab", False)
+    assert content(finish="length") == ("ab", True) == content(finish="tool_calls")  # of two tokens, the limit
+    assert content(finish="tool_calls", ids=[5]) == ("ab", False)
+    r, _ = play(cfg, once, reply(message={"content": None, "reasoning": "why", "refusal": None}))
+    assert r.state["completion"] == [{"content": "", "reasoning": "why"}]
+    long = {"prompt": [1] * 4}
+    r, _ = play(cfg, once, reply(**long))
+    assert (r.truncated, r.reward, r.error, r.sequences) == (True, None, "", [])
+    r, _ = play(cfg, asks({}, {}), reply(), reply(**long))  # a later turn's prompt may be longer
+    assert not r.truncated and r.reward == 1.0 and len(r.sequences) == 2
+    assert play(cfg, once, reply(finish="abort"))[0].error.startswith("ConnectionError")
+    assert "not a number" in play(cfg, once, reply(logprobs={"content": [{"logprob": None}] * 2}))[0].error
+
+
+def test_a_turn_extends_the_longest_beginning_of_its_prompt():
+    found = []
+    extend_or_fork(found, [1, 2], [3], [-1.0], 0)
+    extend_or_fork(found, [1, 2, 3, 4], [5, 6], [-2.0, -3.0], 1)
+    assert len(found) == 1 and found[0].tokens == [1, 2, 3, 4, 5, 6] and found[0].turn == [0, 0, 0, 1, 1, 1]
+    assert found[0].mask == [False, False, True, False, True, True]
+    extend_or_fork(found, [1, 2, 9], [3], [-1.0], 2)  # not what was said
+    extend_or_fork(found, [1, 2, 3, 4, 5, 6], [7], [-1.0], 3, agent="other")
+    assert [s.tokens for s in found[1:]] == [[1, 2, 9, 3], [1, 2, 3, 4, 5, 6, 7]]
+    extend_or_fork(found, [1, 2, 9, 3, 1], [8], [-1.0], 4)
+    assert found[1].tokens == [1, 2, 9, 3, 1, 8] and len(found) == 3
+
+
+def sequence(**change):
+    given = {"tokens": [1, 2, 3], "mask": [True] * 3, "old_logp": [-1.0] * 3, "turn": [0] * 3, "adv": [1.0] * 3}
+    return to_arrays(Sequence(**given | change))
+
+
+def test_arrays():
+    s = sequence(fields={"place": [0, 1, 2]})
+    assert s.mask.tolist() == [False, True, True] and s.adv.tolist() == [0, 1, 1] and s.fields["place"].dtype == "f4"
+    assert not to_arrays(Sequence([1], [True], [0.0], [0], [0.0]), is_masked=True).mask.any()
+    wrong = {"mask": [True] * 2}, {"fields": {"x": [1.0]}}, {"old_logp": [0.0, math.nan, 0.0]}
+    for change in wrong:
+        with pytest.raises(ValueError):
+            sequence(**change)
+
+
+def test_turns_fork_where_the_template_drops_history(run, tmp_path):
+    """As templates of models that think drop their thoughts."""
+    drops = tmp_path / "drops.jinja"
+    drops.write_text(
+        "{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content[1:] if m.role == 'assistant' else m.content }}<|end|>{% endfor %}<|assistant|>"
+    )
+    task = single(noise, prompt="hi", kind=Turns, max_turns=4)
+    short = "orchestrator.sampling.max_tokens=4"
+    ((info, sequences),) = all_batches(run(1, task, short))
+    assert len(sequences) == 16 and info["metrics"]["rollout/forks"] == 0
+    assert all(np.unique(s["turn"][s["mask"]]).tolist() == [0, 1, 2, 3] for s in sequences)
+    ((info, sequences),) = all_batches(run(1, task, short, "run_name=forks", template=str(drops)))
+    assert info["metrics"]["rollout/forks"] == len(sequences) - 16 > 16
+    turns = Counter((s["group"], s["rollout"], turn) for s in sequences for turn in np.unique(s["turn"][s["mask"]]))
+    assert len(turns) == 16 * 4 and set(turns.values()) == {1}
+
+
+def test_text_long_prompts_and_truncation(run):
+    class Text(SingleTurnEnv):
+        def start(self, row):
+            return super().start(row) | {"prompt": row["question"]}
+
+    run(1, single(noise, kind=Text), "run_name=text")
+    for prompt, override in (("hello", "max_prompt_len=10"), ("x" * 58, "sampling.max_tokens=4")):
+        run_dir = run(1, single(noise, prompt=prompt), f"orchestrator.{override}", f"run_name=long{len(prompt)}")
+        rollouts = lines(run_dir / "rollouts.jsonl")
+        found = {(r["dropped"], r["example"] < 10, r["error"]) for r in rollouts}
+        assert found == {("", True, ""), ("long", False, "")}
+    for key in ("mask", "zero"):
+        more = (f"orchestrator.{key}_truncated_completions=true", "orchestrator.sampling.max_tokens=40")
+        ((_, sequences),) = all_batches(run(1, single(noise), *more, f"run_name={key}"))
+        assert {s["truncated"] for s in sequences} == {True, False}
+        for s in sequences:
+            assert (s["reward"] == 0) == (s["truncated"] and key == "zero")
+            assert s["mask"].any() != (s["truncated"] and key == "mask")
+
+
+# --- advantages and numbers -------------------------------------------------------------------------------------------
+
+
+def rollout(reward, agents=None, num_turns=1, **more):
+    r = Rollout("e", 0, 0, 0, 0, reward=reward, num_turns=num_turns, **more)
+    r.state = {"agent_rewards": agents}
+    for agent in agents or [""]:
+        r.sequences.append(sequence(agent=agent, adv=[0.0] * 3, turn=[0, 0, num_turns - 1]))
+    return r
+
+
+def test_advantages():
+    rewards = np.array([1.0, 2.0, 6.0])
+    assert ADVANTAGES["mean"](rewards, []).tolist() == [-2, -1, 3]
+    assert ADVANTAGES["std"](rewards, []) == pytest.approx(np.array([-2, -1, 3]) / (math.sqrt(14 / 2) + 1e-4))
+    # One baseline for each agent; one that spoke in a single rollout has none.
+    group = [rollout(9.0, {"a": 1.0, "b": 5.0}), rollout(9.0, {"a": 3.0}), rollout(None, error="x")]
+    add_advantages(group, ADVANTAGES["mean"])
+    assert [s.adv.tolist() for r in group for s in r.sequences if s.agent] == [[0, -1, -1], [0, 0, 0], [0, 1, 1]]
+    assert [s.info["reward"] for s in group[0].sequences] == [1.0, 5.0] and group[0].dropped == ""
+    for group, reason in (
+        ([rollout(1.0), rollout(1.0)], "flat"),
+        ([rollout(1.0), rollout(None, error="x")], "failed"),
+        ([rollout(None), rollout(None)], "long"),
+    ):
+        add_advantages(group, ADVANTAGES["mean"])
+        assert {r.dropped for r in group} == {reason}
+    # Numbers by turn, and what an environment adds.
+    group = [rollout(1.0, num_turns=2), rollout(1.0, num_turns=2)]
+    group[0].sequences[0].adv[1] = 10
+    add_advantages(group, lambda rewards, rollouts: [[1.0, 2.0], [-1.0, 0.0]])
+    assert [r.sequences[0].adv.tolist() for r in group] == [[0, 11, 2], [0, -1, 0]]
+    group[0].state["turn_rewards"] = [1.0, 0.0]
+    with pytest.raises(ConfigError, match="turns:by_turn"):
+        add_advantages(group, ADVANTAGES["mean"])
+
+
+def test_an_environments_own_advantages_agents_and_fields_reach_the_file(run):
+    """adv at a token that the policy did not say makes it a loss token, which is imitated."""
+
+    class Two(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            for agent, trainable in (("writer", True), ("critic", False)) * 2:
+                messages = state.setdefault(agent, [{"role": "user", "content": agent}])
+                messages.append(await generate(messages, agent=agent, trainable=trainable))
+                messages.append({"role": "user", "content": "more"})
+            state["agent_rewards"] = {"writer": random.random()}
+
+        async def add_fields(self, sequences):
+            for s in sequences:
+                s.fields["place"] = list(range(len(s.tokens)))
+                s.adv[1] = 0.5
+
+    run_dir = run(1, single(noise, kind=Two))
+    own = {(r["group"], r["rollout"]): r["agent_rewards"]["writer"] for r in lines(run_dir / "rollouts.jsonl")}
+    ((_, sequences),) = all_batches(run_dir)
+    assert Counter(s["agent"] for s in sequences) == {"writer": 16}
+    for s in sequences:
+        assert s["reward"] == own[s["group"], s["rollout"]] and s["place"].tolist() == list(range(len(s["tokens"])))
+        assert s["mask"][1] and s["adv"][1] == 0.5 and np.isnan(s["old_logp"][1])
+        said = ~np.isnan(s["old_logp"])
+        group = [own[s["group"], i] for i in range(4)]
+        assert np.unique(s["turn"][said]).tolist() == [0, 2]
+        assert np.allclose(s["adv"][said], s["reward"] - np.mean(group))
+
+
+def test_evaluations_by_hand():
+    groups = [
+        [rollout(0.7 + 0.2 + 0.1, num_tokens=4), rollout(0.0, num_tokens=2, truncated=True)],
+        [rollout(0.5), rollout(None, error="x")],
+        [rollout(None, error="x")],
+    ]
+    groups[0][0].metrics = {"exact": 1.0}
+    found = evaluation.eval_metrics(groups)
+    expected = {"n": 2, "errors": 2, "pass@k": 0.5, "reward/mean": 0.5, "reward/lost_as_0": 0.3, "tokens": 1.2}
+    assert found.pop("rows") == pytest.approx([0.5, 0.5, None])
+    assert found == pytest.approx(expected | {"exact": 1.0, "truncated": 0.2})
+
+
+def test_evaluations_are_asked_alike_at_every_version(run, tmp_path):
+    log = tmp_path / "log"
+    how = ("eval.every=1", "eval.temperature=0.5", "eval.max_tokens=3", "eval.rollouts_per_example=2")
+    run(1, single(noise, prompt="train"), *how, "eval.num_examples=2", ON_POLICY, fake={"log": str(log)})
+    asked = {}
+    for body in map(json.loads, log.read_text().splitlines()):
+        if "train" in body["messages"][0]["content"]:
+            assert "seed" not in body and body["temperature"] == 1.0
+        else:
+            assert body["temperature"] == 0.5 and body["max_tokens"] == 3
+            asked.setdefault(body["cache_salt"], []).append((body["seed"], body["messages"][0]["content"]))
+    first, second = map(sorted, asked.values())
+    assert first == second and len(set(first)) == 4
