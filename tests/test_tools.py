@@ -1,5 +1,5 @@
 """tools/evaluate.py: a plain OpenAI-compatible server, data from it, and training on that data without a server. Also
-tools/show.py and tmux.sh."""
+tmux.sh."""
 
 import asyncio
 import functools
@@ -14,12 +14,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import openai
 import pytest
-from conftest import ROOT, all_batches, free_port, lines, make_sequences, run_trainer, write_run
+from conftest import ROOT, all_batches, free_port, lines, run_trainer, write_run
 from plain_server import PlainServer
-from safetensors.numpy import load_file, save_file
 from scripted import play
 
 from configs import load_config
@@ -31,8 +29,8 @@ from configs.environments.tools import ToolEnv
 from configs.models import toy
 from configs.runtime.role import CONFIG, DATA, RunError
 from env import DataError, Rubric, SingleTurnEnv
-from orchestrator import Rollout, save_batch
-from tools import evaluate, show
+from orchestrator import Rollout
+from tools import evaluate
 from tools.evaluate import pass_at, wilson
 
 
@@ -394,106 +392,6 @@ def test_rows_with_one_prompt_are_told_apart_by_columns():
     # Each row is a group of its own, however often it is among the rows. A new answer replaces both.
     assert score(env, ["q", "q"], ["2", "2"], answer=["2", "1"]) == [1.5, 0.5]
     assert score(env, ["q", "q"], ["2", "2"], answer=["3", "2"]) == [0.5, 1.5]
-
-
-# --- reading rollouts -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_run(models, tmp_path):
-    """Two steps with two groups of two each. The second group of a step is flat; the second step is not trained yet."""
-    (tmp_path / "batches").mkdir()
-    config = f'model = "{models["untied"]}"\nenv.id = "mine"\n[trainer]\nloss = "cispo"\nadvantage = "mean"\n'
-    (tmp_path / "config.toml").write_text(config)
-    text = ""
-    for step in range(2):
-        sequences = make_sequences(4, seed=step, group=2)
-        for i, s in enumerate(sequences):
-            s |= {"env": "task", "reward": [0.0, 1.0, 0.5, 0.5][i], "num_turns": 1}
-            line = {key: s[key] for key in ("env", "group", "rollout", "reward", "num_turns")}
-            line |= {
-                "step": step,
-                "example": 7 + s["group"],
-                "metrics": {"exact": 0.5},
-                "truncated": False,
-                "error": "",
-            }
-            line |= {"prompt": [{"role": "user", "content": "why"}], "completion": say(f"\x1b[2J {step} {i}")}
-            line |= {"answer": "so", "dropped": "flat" if s["group"] else ""}
-            text += json.dumps(line) + "\n"
-        save_batch(tmp_path / "batches" / f"step_{step:06d}.safetensors", sequences[:2], {})
-    (tmp_path / "rollouts.jsonl").write_text(text + '{"step": 2, "rew')
-    (tmp_path / "kept.jsonl").write_text(text)
-    moved = [np.array(s["old_logp"]) - 0.05 * np.array(s["mask"]) for s in make_sequences(4, group=2)[:2]]
-    logp = np.concatenate(moved)
-    save_file({"logp": logp.astype(np.float32)}, tmp_path / "batches" / "logp_000000.safetensors")
-    show.values_of.cache_clear()
-    return tmp_path
-
-
-def shown(capsys, run, *args):
-    show.main([str(run), *args])
-    return capsys.readouterr().out
-
-
-def test_reading_rollouts(small_run, capsys):
-    text = shown(capsys, small_run, "--n", "3")
-    assert text.count("=== step 1, ") == 3 and "\x1b" not in text and "\\x1b[2J 1 " in text
-    assert "reward 1.000 (exact 0.5)" in shown(capsys, small_run, "--sort", "reward", "--n", "1")
-    assert shown(capsys, small_run, "--min-reward", "2").strip() == "no such rollout"
-    assert shown(capsys, small_run, "--min-reward", "0.5", "--step", "0", "--n", "9").count("===") == 3
-    text = shown(capsys, small_run, "--max-reward", "0", "--step", "0")
-    assert text.count("===") == 1 and "[expected answer] so" in text
-    assert "dropped: flat" in shown(capsys, small_run, "--row", "8", "--n", "1")
-
-
-def test_vf_tui_opens_with_the_rollouts_that_were_asked_for(small_run, monkeypatch):
-    from verifiers.scripts.tui import LazyRunResults, discover_results
-
-    opened = []
-    monkeypatch.setattr(os, "execv", lambda program, argv: opened.append(program))
-    monkeypatch.setenv("VF_OUTPUTS_DIR", "")
-    for _ in range(2):  # the second time replaces what the first has written
-        show.open_in_tui(small_run, lines(small_run / "kept.jsonl"))
-    assert Path(opened[0]).name == "vf-tui"
-    (found,) = discover_results("nowhere", os.environ["VF_OUTPUTS_DIR"])["task"].values()
-    assert [run.run_id for run in found] == ["step_000000", "step_000001"]
-    record = LazyRunResults(found[1])[0]
-    assert record["completion"][0]["content"] == "\x1b[2J 1 0" and record["reward"] == 0.0
-    monkeypatch.setattr("shutil.which", lambda *args, **options: None)
-    with pytest.raises(SystemExit, match="pip install verifiers"):
-        show.open_in_tui(small_run, [])
-
-
-@pytest.mark.parametrize("version", ["this", "the former"])
-def test_each_sampled_token_has_the_shade_of_its_value(version, small_run, capsys):
-    masks = [s["mask"] for s in make_sequences(4, group=2)[:2]]
-    if version == "the former":
-        batch = small_run / "batches" / "step_000000.safetensors"
-        samples = [{"env": "task", "group": 0, "rollout": i, "reward": float(i), "age": 0} for i in range(2)]
-        save_file(load_file(batch), batch, {"samples": json.dumps(samples), "info": '{"rollouts": 2}'})
-    text = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99")
-    assert text.count("[---]") == sum(masks[0]) and text.count("[+++]") == sum(masks[1]) and text.count("===") == 2
-    text = shown(capsys, small_run, "--step", "0", "--color", "diff", "--n", "99")
-    assert text.count("[--]") == sum(map(sum, masks))  # 0.05 nats
-    assert "[--]" not in shown(capsys, small_run, "--step", "1", "--color", "diff", "--n", "99")  # not trained yet
-    (small_run / "batches" / "step_000001.safetensors").unlink()  # nor written
-    assert "[+++]" not in shown(capsys, small_run, "--step", "1", "--color", "advantage")
-
-
-def test_an_advantage_of_a_module_is_found(small_run, capsys):
-    """One in configs/algorithms/, or beside the TOML of the run."""
-    config = (small_run / "config.toml").read_text()
-    (small_run / "elsewhere").mkdir()
-    own = "def negative(r_G, group):\n    return r_G.mean() - r_G\n"
-    (small_run / "elsewhere" / "own_advantage.py").write_text(own)
-    for name in ("losses:permuted", "own_advantage:negative"):
-        text = f'origin = "{small_run}/elsewhere/my.toml"\n{config}'.replace('"mean"', f'"{name}"')
-        (small_run / "config.toml").write_text(text)
-        show.values_of.cache_clear()
-        colored = shown(capsys, small_run, "--step", "0", "--color", "advantage", "--n", "99", "--sort", "reward")
-        assert "[+++]" in colored and "[---]" in colored
-    assert colored.index("[---]") < colored.index("[+++]")  # the better one comes first, with less than the mean
 
 
 # --- tmux -------------------------------------------------------------------------------------------------------------
