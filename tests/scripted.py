@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 
 class Policy:
-    """generate() as an environment gets it. It says these texts or messages, one after the other, and raises errors."""
+    """generate() as an environment gets it. It says these texts or messages, one after the other, raises errors, and
+    hangs for None."""
 
     def __init__(self, *said, **choice):
         self.left = list(said)
@@ -16,6 +17,8 @@ class Policy:
         asked = {"messages": list(messages), "tools": tools, "agent": agent, "trainable": trainable}
         self.asked.append(SimpleNamespace(**asked, settings=settings))
         said = self.left.pop(0)
+        if said is None:
+            await asyncio.Event().wait()
         if isinstance(said, Exception):
             raise said
         message = {"role": "assistant", "content": ""} | (said if isinstance(said, dict) else {"content": said})
