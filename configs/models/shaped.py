@@ -1,7 +1,7 @@
 """Makes a model of Qwen3-0.6B's shape with random weights, without a hub: python configs/models/shaped.py config.toml
 
 It is for measuring memory and speed: what it learns says nothing about Qwen3. It has the toy models' characters, and
-names that no text matches for all other ids. The warm-up on the task's demonstrations makes rewards differ. With
+for all other ids names that no text matches. The warm-up on the task's demonstrations makes rewards differ. With
 SHAPE=toy in the environment it is small."""
 
 import json
@@ -14,51 +14,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from configs.models import toy
 from configs.runtime.role import run_role
 
-SHAPES = {
-    "0.6B": {
-        "layers": 28,
-        "hidden": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab": 151936,
-    },
-    "toy": {
-        "layers": 2,
-        "hidden": 64,
-        "intermediate_size": 128,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab": 1000,
-    },
-}
+QWEN3 = {"layers": 28, "hidden": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+QWEN3 |= {"head_dim": 128, "vocab": 151936, "max_position_embeddings": 40960}
 
 
-def shape():
-    return os.environ.get("SHAPE", "0.6B")
-
-
-def make_shaped(path, tokenizer):
+def make_shaped(path: Path, tokenizer):
     """Saves the model, and a tokenizer that has a name for each id of the large vocabulary."""
-    sizes = SHAPES[shape()]
-    toy.make_model(path, tokenizer, tied=True, max_position_embeddings=40960, **sizes)
-    name_all_ids(path, sizes["vocab"])
-
-
-def name_all_ids(path, num):
-    """Gives each of `num` token ids a name in the tokenizer that is saved there."""
+    shape = {"layers": 2, "hidden": 64, "vocab": 1000} if os.environ.get("SHAPE") == "toy" else QWEN3
+    toy.make_model(path, tokenizer, tied=True, **shape)
     file = path / "tokenizer.json"
     about = json.loads(file.read_text())
-    known = set(about["model"]["vocab"].values()) | {token["id"] for token in about["added_tokens"]}
-    about["model"]["vocab"] |= {f"<{i}>": i for i in range(num) if i not in known}
+    known = {*about["model"]["vocab"].values(), *(token["id"] for token in about["added_tokens"])}
+    about["model"]["vocab"] |= {f"<{i}>": i for i in range(shape["vocab"]) if i not in known}
     file.write_text(json.dumps(about))
 
 
 def main(argv):
-    if shape() == "toy":
-        return toy.main(argv, make_shaped)
     # After the toy's 95 steps a model of this size answers 99 % of reverse_text: no group's rewards would differ.
     toy.main(argv, make_shaped, ["trainer.dtype=bf16", "trainer.learning_rate=2e-4"], steps=50)
 

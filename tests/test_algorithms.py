@@ -1,0 +1,421 @@
+"""configs/algorithms/: losses and advantages against formulas and other people's numbers, orders, distillation and the
+reference by what they do."""
+
+import asyncio
+import json
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import all_batches, lines, write_batches
+from transformers import AutoModelForCausalLM
+
+import configs
+import trainer
+from configs import served_name
+from configs.algorithms import advantages, distill, orders, turns
+from configs.runtime.role import ConfigError, DataError
+from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from orchestrator import Rollout, Sequence, add_advantages, to_arrays
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+BY_TOKEN = ["cispo", "grpo", "losses:dr_grpo", "losses:dppo", "losses:icepop", "losses:sapo", "losses:truncated"]
+NAMES = [*BY_TOKEN, "losses:gspo", "losses:sequence_masked"]
+LOG_R = [-25.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.7, 25.0]  # logp - old_logp, on either side of each edge
+OLD = [-30.0, -0.3, -0.5, -1.0, -1.0, -1.0, -1.5, -1.5, -3.0, -30.0]
+
+
+def double(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def micro_of(old, adv, rows=None, **more):
+    """A micro-batch as collate makes it, which is the whole of an optimizer step."""
+    rows_N = torch.tensor(rows or [0] * len(old))
+    micro = {"old_logp_N": old, "adv_N": adv, "row_N": rows_N, "ids_BW": torch.zeros(int(rows_N.max()) + 1, 8)}
+    micro |= {"num_tokens": len(old), "num_sequences": len(rows_N.unique()), "max_tokens": 16, "prox_logp_N": old}
+    return micro | more
+
+
+def step_loss(name, micro, logp, **args):
+    """The loss of the step, and what is logged."""
+    t = SimpleNamespace(loss=name, loss_args=args, beta=0.0, updates_per_batch=2, minibatches=1)
+    loss_N, logs = trainer.compute_loss(dict(micro), logp, torch.zeros_like(logp), t)
+    return loss_N.sum() / micro["num_tokens"], logs
+
+
+def by_hand(name, log_r, adv, old):
+    """d loss / d logp of a token, by the papers' formulas, and whether it is clipped. Beyond 20 nats there is no
+    gradient through the ratio."""
+    r = math.exp(min(max(log_r, -20), 20))
+    free = -r * adv * (abs(log_r) < 20)
+    moved = math.exp(old + log_r) - math.exp(old)
+    if name == "cispo":
+        return -min(r, 5) * adv, r > 5
+    if name == "losses:icepop":
+        return (0.0, True) if not 0.5 <= r <= 5 else (-r * adv, False)
+    if name == "losses:dppo":
+        is_out = moved > 0.2 if adv > 0 else moved < -0.2
+        return (0.0 if is_out else free) + 2e-3 * log_r * (abs(log_r) < 20), is_out
+    if name == "losses:sapo":
+        tau = 1.0 if adv > 0 else 1.05
+        sigmoid = 1 / (1 + math.exp(-min(tau * (r - 1), 700)))
+        return 4 * sigmoid * (1 - sigmoid) * free, None
+    is_out = r > (1.2 if name == "losses:dr_grpo" else 1.28) if adv > 0 else r < 0.8
+    return 0.0 if is_out else free, is_out
+
+
+@pytest.mark.parametrize("name", BY_TOKEN)
+@pytest.mark.parametrize("adv", [0.7, -0.7])
+def test_losses_by_token_have_the_gradients_of_their_papers(name, adv):
+    old = double(OLD)
+    logp = (old + double(LOG_R)).requires_grad_()
+    micro = micro_of(old, torch.full_like(old, adv), max_tokens=10)  # dr_grpo's divisor is the number of tokens then
+    loss, logs = step_loss(name, micro, logp)
+    loss.backward()
+    expected = [by_hand(name, *token) for token in zip(LOG_R, [adv] * len(OLD), OLD)]
+    np.testing.assert_allclose(logp.grad * len(OLD), [grad for grad, _ in expected], rtol=1e-6, atol=1e-9)
+    assert name == "losses:sapo" or logs["policy/clip_frac"].tolist() == [is_out for _, is_out in expected]
+
+
+# The numbers of TRL 1.16.0's GRPOTrainer._compute_loss for cispo, dapo, dr_grpo, sapo, importance_sampling_level =
+# "sequence" and vllm_importance_sampling_mode = "sequence_mask": the loss, then its gradient on each of the seven
+# tokens of two sequences. TRL takes a mean of sapo over sequences; here is the one over tokens of the same terms.
+TRL = {
+    ("cispo", 1): (0.4807455692620833, [-0.1884252881, -0.0766080053, -0.1263052478, -0.5714285714,
+                                        0.0634987046, 0.0995857922, 0.4285714286]),
+    ("grpo", 1): (0.1912137504279583, [0, -0.0766080053, -0.1263052478, 0, 0, 0.0995857922, 0.5185412112]),
+    ("losses:dr_grpo", 1): (0.04582800790611588, [0, -0.0167580012, -0.027629273, 0, 0, 0.0217843921, 0.11343089]),
+    ("losses:sapo", 1): (-0.5452016918001392, [-0.1699129841, -0.0745635313, -0.1259566275, -0.0056552424,
+                                               0.0623373771, 0.0988703571, 0.0102292069]),
+    ("losses:gspo", 1e-3): (-0.09999495461668018, [0, 0, 0, 0, 0.1000550151, 0.1000550151, 0.1000550151]),
+    ("losses:sequence_masked", None): (0.037855798269048786, [0, 0, 0, 0, 0.0156585878, 0, 0.0124412742]),
+}  # fmt: skip
+SAMPLER = double([-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5])
+SHIFT = double([0.5, -0.4, 0.1, 2.0, -0.3, 0.15, 1.8])  # policy - sampler
+BEFORE = double([0.5, -0.4, 0.1, 0.9, -0.3, 0.15, -1.8])  # the policy before the batch's first update - sampler
+SINCE = double([0.1, 0.4, -0.3, 0.0, 0.25, -0.4, 0.02])  # policy - policy before
+TWO = {"adv": double([0.8] * 4 + [-0.6] * 3), "rows": [0] * 4 + [1] * 3}
+
+
+@pytest.mark.parametrize("case", TRL, ids=str)
+def test_losses_equal_trls(case):
+    name, scale = case
+    shift = scale * SHIFT if scale else BEFORE + SINCE
+    logp = (SAMPLER + shift).requires_grad_()
+    loss, _ = step_loss(name, micro_of(SAMPLER, **TWO, prox_logp_N=SAMPLER + BEFORE), logp)
+    loss.backward()
+    assert loss.item() == pytest.approx(TRL[case][0], abs=1e-9)
+    np.testing.assert_allclose(logp.grad, TRL[case][1], atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["losses:truncated", "losses:sequence_masked"])
+def test_weights_stop_at_high(name):
+    """prox / sampler of four tokens of two sequences; the policy is prox, so that a token's gradient is -weight A."""
+    logp = double([math.log(x) for x in (1.5, 2.5, 0.5, 1.0)]).requires_grad_()
+    zero = torch.zeros_like(logp)
+    micro = micro_of(zero, zero + 1, [0, 0, 1, 1], prox_logp_N=logp.detach())
+    for high, expected in ((2.0, [1.5, 2, 0.5, 1]), (4.0, [1.5, 2.5, 0.5, 1])):
+        if name == "losses:sequence_masked":
+            expected = [3.75 * (high == 4)] * 2 + [0.5] * 2
+        logp.grad = None
+        loss, logs = step_loss(name, micro, logp, high=high)
+        loss.backward()
+        assert (-4 * logp.grad).tolist() == pytest.approx(expected) == logs["policy/importance"].tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imitated_tokens_have_their_own_loss_and_no_part_in_a_ratio(name):
+    """A token without a sampler's log-probability between others changes nothing about theirs, whatever its numbers."""
+    micro = micro_of(SAMPLER[:3], double([0.5, 0.5, -1.0]), [0, 0, 1], num_tokens=4, num_sequences=2)
+    logp = (SAMPLER[:3] + 1e-4).requires_grad_()
+    alone, _ = step_loss(name, micro, logp)
+    alone.backward()
+    old = torch.cat([SAMPLER[:1], double([math.nan]), SAMPLER[1:3]])
+    mixed = micro_of(old, double([0.5, 9.0, 0.5, -1.0]), [0, 0, 0, 1], num_sequences=2)
+    longer = torch.cat([logp.detach()[:1], double([-7.0]), logp.detach()[1:]]).requires_grad_()
+    both, _ = step_loss(name, mixed, longer)
+    both.backward()
+    assert both.item() == pytest.approx(alone.item() + 9 * 7 / 4) and longer.grad[1] == -9 / 4
+    torch.testing.assert_close(longer.grad[[0, 2, 3]], logp.grad)
+
+
+@pytest.mark.parametrize("gap", [-1e4, 1e4])
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_stay_finite_for_any_ratio(name, gap):
+    logp = torch.tensor([-1.0, min(0.0, gap - 1)], requires_grad=True)
+    loss, _ = step_loss(name, micro_of(torch.tensor([-1.0, -1.0 - gap]), torch.ones(2)), logp)
+    loss.backward()
+    assert loss.isfinite() and logp.grad.isfinite().all()
+
+
+def test_prox_is_the_policy_before_the_first_update(make_cfg, tmp_path):
+    """So its distance to the sampler is the same in the first and in the last of several epochs."""
+    found = []
+    for epochs in (1, 3):
+        cfg = make_cfg("trainer.loss=losses:truncated", "trainer.loss_args.high=99.0",
+                       f"trainer.updates_per_batch={epochs}", "trainer.learning_rate=0.01")  # fmt: skip
+        policy = trainer.build_policy(cfg)
+        batch = trainer.load_batch(write_batches(tmp_path / "saved") / "step_000000.safetensors", policy.device)
+        metrics, _ = trainer.train_step(policy, trainer.make_optimizer(policy, cfg.trainer), batch, 0, cfg)
+        found.append(metrics["policy/importance"])
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+
+
+# --- advantages -------------------------------------------------------------------------------------------------------
+
+
+def group_of(rewards, **more):
+    """Rollouts of one row, each with one turn of two tokens. more: lists with the value of each."""
+    group = []
+    for i, reward in enumerate(rewards):
+        s = to_arrays(Sequence([1, 2, 3], [False, True, True], [np.nan, -1.0, -1.0], [0] * 3, [0.0] * 3))
+        r = Rollout("e", 0, 0, 0, i, sequences=[s], reward=reward, num_turns=1, num_tokens=2)
+        vars(r).update({name: values[i] for name, values in more.items()})
+        group.append(r)
+    return group
+
+
+R = [1.0, 1.0, 0.0, 0.0]
+PARTS = [{"a": 1.0, "b": 10.0}, {"a": 1.0, "b": 0.0}, {"a": 0.0, "b": 0.0}, {"a": 0.0, "b": 10.0}]
+UNIT = 0.5 / (1 / math.sqrt(3) + 1e-4)  # (1 - 1/2) / (standard deviation + 1e-4) of two ones and two zeros
+WIDE = 5 / (10 / math.sqrt(3) + 1e-4)
+ADVANTAGES = {  # name: rewards, fields of the rollouts, expected
+    "zero": (R, {}, [0, 0, 0, 0]),
+    "leave_one_out": ([3.0, 0.0, 0.0], {}, [3, -1.5, -1.5]),
+    "maxrl": ([1.0, 0.0, 0.0, 0.0], {}, [3, -1, -1, -1]),
+    "gdpo": (R, {"metrics": PARTS, "state": [{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4},
+             [UNIT + WIDE / 2, UNIT - WIDE / 2, -UNIT - WIDE / 2, -UNIT + WIDE / 2]),
+    "brief": (R, {"num_tokens": [10, 20, 5, 20]}, [0.9375 - 0.453125, 0.875 - 0.453125, -0.453125, -0.453125]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_by_hand(name):
+    rewards, fields, expected = ADVANTAGES[name]
+    group = group_of(rewards, **fields)
+    add_advantages(group, getattr(advantages, name))
+    assert [r.sequences[0].adv.tolist() for r in group] == pytest.approx(np.outer(expected, [0, 1, 1]))
+    assert group[0].dropped == ("flat" if name == "zero" else "")
+
+
+def test_permuted_rewards_are_those_of_the_group_by_chance():
+    found = []
+    for number in range(20):
+        group = group_of(np.arange(8.0), group=[number] * 8)
+        found.append(advantages.permuted(np.arange(8.0), group).tolist())
+        assert found[-1] == advantages.permuted(np.arange(8.0), group).tolist()
+        assert sorted(found[-1]) == (np.arange(8) - 3.5).tolist()
+    assert len({tuple(row) for row in found}) > 15
+
+
+def test_a_running_baseline_gives_equal_rewards_an_advantage():
+    advantages.BASELINES.clear()
+    ones, zeros = np.ones(4), np.zeros(4)
+    assert advantages.running(ones, group_of(ones)).tolist() == [0] * 4
+    assert advantages.running(zeros, group_of(zeros)).tolist() == [-1] * 4
+    assert advantages.running(zeros, group_of(zeros)).tolist() == pytest.approx([-(0.95**4)] * 4)
+
+
+def test_credit_by_turn(monkeypatch):
+    """The baseline of a turn counts rollouts that ended before it as 0. What no turn earned is the last one's."""
+    states = [{"turn_rewards": [1.0, 2.0]}, {"turn_rewards": [4.0]}]
+    group = group_of([3.5, 4.0], state=states, num_turns=[2, 1])
+    monkeypatch.setattr(turns, "GAMMA", 0.5)
+    found = turns.by_turn(np.array([3.5, 4.0]), group)  # returns: 1 + 2.5 / 2, 2.5; and 4
+    assert [x.tolist() for x in found] == [[2.25 - 3.125, 2.5 - 1.25], [4 - 3.125]]
+    group[0].sequences[0].turn = np.array([0, 0, 1], np.int32)
+    add_advantages(group, turns.by_turn)
+    assert [r.sequences[0].adv.tolist() for r in group] == [[0, -0.875, 1.25], [0, 0.875, 0.875]]
+    with pytest.raises(ConfigError, match="turns:by_turn"):
+        add_advantages(group, advantages.zero)
+
+
+# --- orders -----------------------------------------------------------------------------------------------------------
+
+ROWS = [{"question": str(i), "difficulty": ["easy", "hard"][i % 2]} for i in range(8)]
+
+
+def commit(order, rewards, dropped=""):
+    """A group for each row of {row: reward}."""
+    order.commit(0, [group_of([x, x], example=[row] * 2, dropped=[dropped] * 2) for row, x in rewards.items()])
+
+
+def picks(order, step=0, num=400):
+    return Counter(order.pick(step, slot, 0) for slot in range(num))
+
+
+def test_difficulty_prefers_rows_that_are_solved_half_of_the_time(make_cfg):
+    order = orders.Difficulty("e", ROWS, make_cfg(), {})
+    assert set(picks(order, num=8).values()) == {1}  # nothing is known: each once
+    commit(order, dict(enumerate([0.5, 0.0, 1.0, 5.0, -1.0, 0.5, 0.75, 0.0])))
+    commit(order, {1: 1.0})  # moves from 0 to 1/2
+    found = picks(order)
+    assert min(found[row] for row in (0, 1, 5, 6)) > 4 * max(found[row] for row in (2, 3, 4, 7)) > 0
+    again = orders.Difficulty("e", ROWS, make_cfg(), json.loads(json.dumps(order.memory)))
+    assert picks(again) == found  # a resumed run goes on with the same rows
+    other = orders.Difficulty("other", ROWS, make_cfg(), {})
+    commit(other, {0: 1.0})
+    assert not other.memory
+
+
+def test_a_curriculum_has_periods_and_retires_rows(make_cfg):
+    make = make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.order_args={periods={hard=[2, 4]}}")
+    order = configs.find(make.orchestrator.order)("e", ROWS, make, {}, **make.orchestrator.order_args, retire_after=2)
+    for step, expected in ((1, {0, 2, 4, 6}), (2, set(range(8))), (3, set(range(8))), (4, {0, 2, 4, 6})):
+        assert set(picks(order, step)) == expected
+    commit(order, {0: 1.0, 2: 1.0, 4: 1.0}, "flat")
+    commit(order, {0: 1.0, 4: 1.0}, "flat")
+    commit(order, {4: 1.0})
+    assert set(picks(order, 1)) == {2, 4, 6}
+    commit(order, {2: 1.0, 4: 1.0, 6: 1.0}, "flat")
+    commit(order, {4: 1.0, 6: 1.0}, "flat")
+    with pytest.raises(DataError, match="no row of e is left at step 1"):
+        picks(order, 1)
+
+
+def rows(num=9):
+    return [{"question": f"hello {i}", "answer": str(i)} for i in range(num)]
+
+
+def letters(completion):
+    return float(sum(map(ord, completion[-1]["content"])) % 97)
+
+
+def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
+    """A quarter as many as rollouts, with the run's template and stop token; all of them before one comes again."""
+    talks = [{"prompt": [{"role": "user", "content": f"say {i}"}],
+              "completion": [{"role": "assistant", "content": f"{i} it is"}]} for i in range(7)]  # fmt: skip
+    file = tmp_path / "talks.jsonl"
+    file.write_text("\n".join(map(json.dumps, talks)))
+    args = f'orchestrator.order_args={{ path = "{file}", share = 0.25, weight = 0.5 }}'
+    env = SingleTurnEnv(rows(), rubric=Rubric([letters]))
+    said = []
+    for _, sequences in all_batches(run(2, env, "orchestrator.order=orders:Demonstrations", args)):
+        shown = [s for s in sequences if s["env"] == "demonstrations"]
+        assert len(sequences) == 20 and len(shown) == 4
+        for s in shown:
+            assert np.isnan(s["old_logp"]).all() and (s["adv"] == 0.5 * s["mask"]).all()
+            text = run.tokenizer.decode(s["tokens"])
+            said.append(run.tokenizer.decode(s["tokens"][s["mask"]]))
+            assert text == f"<|user|>say {said[-1][0]}<|end|><|assistant|>{said[-1]}"
+    assert len(said) == 8 and set(said) == {f"{i} it is<|end|>" for i in range(7)}
+
+
+# --- distillation -----------------------------------------------------------------------------------------------------
+
+
+def nothing():
+    return 0.0
+
+
+def hint(state, states):
+    """The longest answer of the group."""
+    best = max(states, key=lambda other: len(other["completion"][-1]["content"]))
+    return [*state["prompt"], {"role": "user", "content": state["answer"]}, best["completion"][-1]]
+
+
+class Turns(MultiTurnEnv):
+    def env_response(self, messages, state):
+        return [{"role": "user", "content": f"turn {state['turn']}"}]
+
+
+TASKS = {
+    "single": SingleTurnEnv(rows(), rubric=Rubric([nothing])),
+    "turns": Turns(rows(), max_turns=3, rubric=Rubric([nothing])),
+}
+TEACHER = ["teacher.weight=0.5", "orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0"]
+
+
+@pytest.mark.parametrize("kind, prompt", [("single", ""), ("turns", "test_algorithms:hint")])
+def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind, prompt):
+    """adv = weight x (log p_teacher - log p_sampler), where the teacher may read another prompt."""
+    more = [f"teacher.prompt={prompt}"] if prompt else ["orchestrator.sampling.max_tokens=63"]
+    run_dir = run(2, TASKS[kind], *TEACHER, *more)
+    network = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)
+    states = {(r["step"], r["group"], r["rollout"]): r for r in lines(run_dir / "rollouts.jsonl")}
+    assert not any(r["error"] for r in states.values())
+    num_full = 0
+    for step, (_, sequences) in enumerate(all_batches(run_dir)):
+        for s in sequences:
+            tokens = s["tokens"].tolist()
+            first = int(s["mask"].argmax())
+            prefix = tokens[:first]
+            if prompt:
+                group = [r for key, r in states.items() if key[:2] == (step, s["group"])]
+                messages = hint(states[step, s["group"], s["rollout"]], group)
+                prefix = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            ids = torch.tensor([prefix + tokens[first:]])
+            with torch.no_grad():
+                logp = network(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[len(prefix) - 1 :, 0]
+            expected = np.where(s["mask"][first:], 0.5 * (logp.numpy() - s["old_logp"][first:]), 0)
+            expected[63 - len(prefix) :] = 0  # vLLM scores no prompt that fills its context
+            num_full += len(tokens) == 64
+            np.testing.assert_allclose(s["adv"][first:], expected, atol=1e-4)
+            assert s["adv"].any() and not s["adv"][:first].any()
+    assert num_full or prompt
+
+
+def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
+    with pytest.raises(DataError, match="rollouts were lost, mostly: ValueError: zip"):
+        run(9, TASKS["single"], *TEACHER, "orchestrator.max_error_share=0.5", fake={"teacher": "short"})
+
+
+def test_a_teacher_elsewhere_has_the_same_vocabulary_and_its_own_name(make_cfg, monkeypatch):
+    """A frozen teacher is the model that LoRA in 16 bits started from, another one the version of the rollouts."""
+    lora = ["trainer.use_lora=true", "trainer.dtype=bf16", "teacher.weight=0.5"]
+    asked = []
+
+    class Client:
+        salt, version, tokens = "", 7, [1]
+
+        async def post(self, group, path, body, base_url=""):
+            asked.append((base_url, body["model"]))
+            logprobs = [None, {"6": {"logprob": -1.5}}]
+            return {"tokens": self.tokens if base_url else [1], "choices": [{"prompt_logprobs": logprobs}]}
+
+    def teach(*overrides):
+        distill.KNOWN.clear()
+        asked.clear()
+        Client.cfg = make_cfg(*overrides)
+        s = to_arrays(Sequence([5, 6], [False, True], [np.nan, -1.0], [0, 0], [0.0, 0.0]))
+        asyncio.run(distill.teach(Client(), Rollout("e", 0, 0, 0, 0, sequences=[s]), []))
+        assert s.adv.tolist() == [0, -0.25]
+        return asked[-1]
+
+    assert teach(*lora) == ("", served_name(Client.cfg, 7)) != ("", served_name(Client.cfg))
+    assert teach(*lora, "teacher.frozen=true") == ("", served_name(Client.cfg))
+    elsewhere = ["teacher.weight=0.5", "teacher.base_url=http://127.0.0.1:9", "teacher.model=large"]
+    assert teach(*elsewhere) == ("http://127.0.0.1:9", "large")
+    Client.tokens = [2]
+    with pytest.raises(ConfigError, match="its vocabulary is not the policy's"):
+        teach(*elsewhere)
+
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_the_first_policy_and_moves_toward_the_later_ones(make_cfg, tmp_path):
+    cfg = make_cfg("trainer.beta=0.5", "trainer.ref_sync_steps=2", "trainer.ref_sync_alpha=0.25")
+    policy, reference = trainer.build_policy(cfg), trainer.build_policy(make_cfg())
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
+    path = write_batches(tmp_path / "saved") / "step_000000.safetensors"
+    for step in range(4):
+        batch = trainer.load_batch(path, policy.device)
+        if step == 2:
+            with torch.no_grad():
+                for own, other in zip(policy.parameters(), reference.parameters(), strict=True):
+                    other.lerp_(own, 0.25)
+        ref_T, logp_T = (trainer.score(p, batch, list(range(len(batch.lens))), cfg) for p in (reference, policy))
+        metrics, table = trainer.train_step(policy, optimizer, batch, step, cfg)
+        x_T = (ref_T - logp_T).double()
+        torch.testing.assert_close(table["policy/kl_ref"].double(), x_T.exp() - 1 - x_T, atol=1e-5, rtol=1e-4)
+        plain_T = table["loss"] - 0.5 * table["policy/kl_ref"]
+        r_T = (logp_T - batch.fields["old_logp"].nan_to_num()).exp().clamp(max=5)
+        expected_T = torch.where(batch.fields["mask"], -r_T * batch.fields["adv"] * logp_T, 0)
+        torch.testing.assert_close(plain_T, expected_T, atol=1e-5, rtol=1e-4)
+    assert metrics["policy/kl_ref"] > 1e-4
