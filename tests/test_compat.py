@@ -1,0 +1,118 @@
+"""configs/compat/: TOMLs that were written for another trainer load here, and mean the same or are refused."""
+
+import json
+
+import pytest
+from conftest import ROOT
+
+import configs
+from configs import DEFAULTS, load_config
+from configs.compat import vf_rl
+from configs.runtime.role import ConfigError
+
+MODEL = "Qwen/Qwen3-4B-Instruct-2507"
+FLAGS = DEFAULTS["inference.args"] | {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+ARGS = 'model = "m"\nenv.id = "x"\n[trainer.args]\n'
+
+
+def changed(path, *overrides):
+    """What differs from the defaults."""
+    flat = load_config(path, overrides).flat
+    flat.pop("origin")
+    return {key: value for key, value in flat.items() if value != DEFAULTS.get(key)}
+
+
+def environment(**args):
+    return [{"id": "primeintellect/wiki-search", "args": args, "ratio": 1.0, "name": "primeintellect/wiki-search"}]
+
+
+def test_the_documents_file_of_vf_rl():
+    expected = {"model": MODEL, "env": environment(max_turns=10), "inference.args": FLAGS, "run_name": "wiki-search"}
+    # What else the file has is the default here: 16 rollouts of 512 tokens a turn and 4,096 in all, micro-batches of 4.
+    assert changed(ROOT / "tests/assets/vf_rl.toml") == expected | {"orchestrator.batch_size": 1024, "max_steps": 500}
+
+
+def test_the_documents_file_of_prime_rl(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    path = ROOT / "tests/assets/prime_rl.toml"
+    expected = {"model": MODEL, "env": environment(), "inference.args": FLAGS, "run_name": "wiki-search-4b"}
+    expected |= {"tracker": "wandb", "max_steps": 500, "orchestrator.order": "orders:Difficulty"}
+    expected |= {"orchestrator.oversampling_factor": 2.0, "orchestrator.zero_truncated_completions": True}
+    assert changed(path) == expected and vf_rl.os.environ["WANDB_PROJECT"] == "wiki-search"
+    assert changed(path, "max_steps=5", "env.args.a=1") == expected | {"max_steps": 5, "env": environment(a=1)}
+    text = path.read_text()
+    head, _, rest = text.partition("[trainer.model.experimental.lora]")
+    (tmp_path / "full.toml").write_text(head.replace("[1]", "[1, 2]") + rest[rest.index("[orchestrator]") :])
+    assert changed(tmp_path / "full.toml") == expected | {"trainer.use_lora": False, "trainer.gpus": 2}
+    (tmp_path / "pool.toml").write_text(text.replace("online-difficulty", "difficulty-pool"))
+    with pytest.raises(ConfigError, match="'orchestrator.buffer.type': unknown"):
+        load_config(tmp_path / "pool.toml")
+
+
+BOTH = {"epsilon": 0.2, "epsilon_high": 0.2}
+MEANS = {  # lines under [trainer.args] -> our keys
+    "num_generations = 32\nmax_completion_length = 9\nnum_batches_ahead = 0\nmax_prompt_length = 77": {
+        "orchestrator.rollouts_per_example": 32, "orchestrator.sampling.max_tokens": 9,
+        "orchestrator.max_staleness": 0, "orchestrator.max_prompt_len": 77},
+    "group_size = 32\nmax_new_tokens = 9\nkl_coef = 0.1": {
+        "orchestrator.rollouts_per_example": 32, "orchestrator.sampling.max_tokens": 9, "trainer.beta": 0.1},
+    "learning_rate = 1e-6\nlora_rank = 4\nuse_lora = false": {  # names that are ours as well
+        "trainer.learning_rate": 1e-6, "trainer.lora_rank": 4, "trainer.use_lora": False},
+    "temperature = 0.8\nmax_concurrent = 9\nasync_generation_timeout = 99.0": {
+        "orchestrator.sampling.temperature": 0.8, "orchestrator.max_concurrent": 9,
+        "orchestrator.generation_timeout": 99.0},
+    "bf16 = false\nfp16 = false\ngamma = 1.0\nlogging_steps = 10\nmask_env_responses = true": {"trainer.dtype": "fp32"},
+    'bf16 = true\nreport_to = "none"\nscale_rewards = "none"\nsave_strategy = "steps"': {},
+    'report_to = "wandb"\nscale_rewards = true\nnum_iterations = 2': {
+        "tracker": "wandb", "orchestrator.advantage": "std", "trainer.updates_per_batch": 2},
+    'eval_strategy = "steps"\nsave_steps = 500': {"checkpoint.every": 500, "eval.every": 50},
+    'eval_steps = 7\neval_strategy = "steps"': {"eval.every": 7},
+    'eval_steps = 7\neval_strategy = "no"\nsave_strategy = "no"': {"checkpoint.every": 0},
+    "eval_steps = 7": {"eval.every": 7},
+    "sync_ref_model = true\nbeta = 0.1": {
+        "trainer.beta": 0.1, "trainer.ref_sync_steps": 512, "trainer.ref_sync_alpha": 0.6},
+    "ref_model_mixup_alpha = 0.25\nref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1": {
+        "trainer.beta": 0.1, "trainer.ref_sync_steps": 9, "trainer.ref_sync_alpha": 0.25},
+    "ref_model_sync_steps = 9\nsync_ref_model = false\nbeta = 0.1": {"trainer.beta": 0.1},
+    'loss_type = "dapo"': {"trainer.loss": "grpo", "trainer.loss_args": BOTH},
+    "epsilon = 0.2": {"trainer.loss": "grpo", "trainer.loss_args": BOTH},  # TRL's default is dapo
+    'epsilon_high = 0.28\nloss_type = "dr_grpo"': {
+        "trainer.loss": "losses:dr_grpo", "trainer.loss_args": {"epsilon": 0.2, "epsilon_high": 0.28}},
+    'epsilon = 0.1\nepsilon_high = 5.5\nloss_type = "cispo"': {"trainer.loss_args": {"ratio_cap": 5.5}},
+    'loss = "losses:gspo"\nepsilon = 0.2': {"trainer.loss": "losses:gspo", "trainer.loss_args": BOTH},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", MEANS)
+def test_names_keep_their_meaning(lines, tmp_path):
+    (tmp_path / "x.toml").write_text(ARGS + lines)
+    found = changed(tmp_path / "x.toml")
+    assert {key: value for key, value in found.items() if key not in ("model", "env", "run_name")} == MEANS[lines]
+
+
+REFUSED = [*vf_rl.REFUSED, ("loss_type", "sapo"), ("loss_type", "cispo"), ("report_to", "mlflow"), ("fp16", True)]
+
+
+@pytest.mark.parametrize("refused", REFUSED, ids=str)
+def test_what_has_another_meaning_is_refused(refused, tmp_path):
+    name, value = (refused, 1) if isinstance(refused, str) else refused
+    value = "true" if str(value) == "True" else json.dumps(value)
+    (tmp_path / "x.toml").write_text(f"{ARGS}{name} = {value}\n")
+    with pytest.raises(ConfigError, match=f"trainer.args.{name}'? = .*: .{{9}}"):
+        load_config(tmp_path / "x.toml")
+
+
+def test_our_names_count_and_every_name_stands_for_one_of_them(tmp_path):
+    (tmp_path / "x.toml").write_text(f'{ARGS}max_steps = 500\nloss_type = "dapo"\n[trainer]\nloss = "cispo"\n')
+    cfg = load_config(tmp_path / "x.toml", ["max_steps=5", "trainer.loss_args={}"])
+    assert (cfg.run.max_steps, cfg.trainer.loss, cfg.trainer.loss_args) == (5, "cispo", {})
+    again = tmp_path / "config.toml"
+    again.write_text(configs.to_toml(cfg))
+    assert changed(again) == changed(tmp_path / "x.toml", "max_steps=5", "trainer.loss_args={}")
+    with pytest.raises(ConfigError, match="'trainer.args.max_steps': unknown"):  # overrides have our names
+        load_config(tmp_path / "x.toml", ["trainer.args.max_steps=5"])
+    chosen = [keys for values in vf_rl.VALUES.values() for keys in values.values()]
+    assert {*vf_rl.RENAMED.values(), *vf_rl.PRIME_RL.values(), *(key for keys in chosen for key in keys)} <= {
+        *DEFAULTS,
+        "env",
+    }
