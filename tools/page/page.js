@@ -190,7 +190,7 @@ const MEANINGS = {
   turn: "of the policy, from 0",
   mask: "1 if it is trained on",
   old_logp: "log-probability that the sampler gave the token",
-  logp: "log-probability that the trainer gave it when it trained on the batch",
+  logp: "log-probability that the trainer gave it, in its last pass over the batch",
   diff: "logp - old_logp",
   ratio: "exp(logp - old_logp)",
   adv: "its advantage",
