@@ -1,0 +1,648 @@
+"""trainer.py: log-probabilities, losses and steps against float64, ranks, resumption, final/, the canary and syncs."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, lines, write_batches
+from ranks import replays
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import configs
+import trainer
+from configs.runtime.role import ConfigError, DataError, NumericsError, RoleDied
+
+CPU = torch.device("cpu")
+EXACT = {"rtol": 0, "atol": 0}
+EPOCHS = ["trainer.updates_per_batch=2", "trainer.minibatches=2"]
+LORA = ["trainer.use_lora=true", "trainer.beta=0.1", "trainer.learning_rate=1e-2"]
+
+
+def sgd(parameters, t):
+    """trainer.optimizer = "test_trainer:sgd"; at a rate of 1 the weights change by their gradient."""
+    return torch.optim.SGD(parameters.values(), t.learning_rate)
+
+
+def poisoned(micro, logp_N, entropy_N):
+    """trainer.loss: its gradient is nan at one token of batch 1. On rank 1 alone it logs something."""
+    loss_N, logs = trainer.cispo(micro, logp_N, entropy_N)
+    is_alone = torch.distributed.get_rank() == 1
+    return loss_N * micro["poison_N"], logs | ({"policy/alone": logp_N} if is_alone else {})
+
+
+def mixed(sequences):
+    """The second is a demonstration without a reward, the first has a field of its own, and temperatures differ."""
+    sequences[1].old_logp[:] = np.nan
+    del sequences[1].info["reward"]
+    sequences[0].fields["mine"] = np.ones(len(sequences[0].tokens), np.float32)
+    for i, s in enumerate(sequences):
+        s.info |= {"num_turns": 1 + i, "temperature": 0.7 + 0.05 * i, "truncated": i == 2}
+        s.fields["poison"] = np.ones(len(s.tokens), np.float32)
+
+
+def save(folder, steps=1, change=lambda sequences: None):
+    return write_batches(folder, steps, lambda sequences: (mixed(sequences), change(sequences)), num=13)
+
+
+def load(tmp_path, **kwargs):
+    return trainer.load_batch(save(tmp_path / "saved", **kwargs) / "step_000000.safetensors", CPU)
+
+
+@pytest.fixture
+def replay(make_cfg, tmp_path):
+    """replay(DIR, override, ...) -> the directory of a replay in this process."""
+
+    def go(saved, *overrides, model=None):
+        make_cfg(model=model)
+        replays([[tmp_path / "test.toml", f"output_dir={tmp_path}", *overrides, "--replay", saved]])
+        return tmp_path / "test-replay-cispo"
+
+    return go
+
+
+def micro_of(**fields):
+    num = len(fields["adv_N"])
+    counts = {"num_tokens": num, "num_sequences": 1, "max_tokens": 9}
+    return counts | {"ids_BW": torch.zeros(1, 9), "row_N": torch.zeros(num, dtype=torch.long)} | fields
+
+
+def reference(model, batch):
+    """logp_T and entropy_T of a batch's loss tokens by a Transformers model in float64, sequence by sequence; 0 at
+    other tokens."""
+    found = []
+    start = 0
+    for size in batch.lens:
+        at = slice(start, start := start + size)
+        logits = model(batch.fields["tokens"][at][None].long()).logits[0, :-1]
+        log_p = (logits / batch.fields["temperature"][at][1:, None].double()).log_softmax(-1)
+        logp = log_p.gather(-1, batch.fields["tokens"][at][1:, None].long())[:, 0]
+        both = torch.stack((logp, -(log_p.exp() * log_p).sum(-1))) * batch.fields["mask"][at][1:]
+        found.append(torch.cat((both.new_zeros(2, 1), both), 1))
+    return torch.cat(found, 1)
+
+
+def in_float64(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_sequences_are_fields(tmp_path):
+    batch = load(tmp_path)
+    reward = [x_L[0].item() for x_L in batch.fields["reward"].split(batch.lens)]
+    assert math.isnan(reward[1]) and all(map(math.isfinite, reward[2:]))
+    assert batch.fields["num_turns"][-1] == 13 and batch.fields["truncated"].sum() == batch.lens[2]
+    assert "env" not in batch.fields and batch.fields["mine"].isnan().sum() == sum(batch.lens[1:])
+    assert batch.counts == [int(mask_L.sum()) for mask_L in batch.fields["mask"].split(batch.lens)]
+    with pytest.raises(DataError, match="not finite"):
+        load(tmp_path, change=lambda sequences: sequences[3].adv.put(2, np.nan))
+
+
+def test_collate():
+    fields = {"tokens": torch.tensor([5, 6, 7, 8, 9]), "mask": torch.tensor([False, True, True, False, True])}
+    micro = trainer.collate(fields, [3, 2], [0, 1], 4)
+    assert micro["ids_BW"].tolist() == [[5, 6, 7, 5], [8, 9, 5, 5]]
+    assert [micro[name].tolist() for name in ("tokens_N", "row_N", "at_N", "index_N")] == [
+        [6, 7, 9], [0, 0, 1], [1, 2, 4], [0, 1, 4]
+    ]  # fmt: skip
+    fields["mask"][3] = True
+    with pytest.raises(AssertionError, match="first token"):
+        trainer.collate(fields, [3, 2], [0, 1], 4)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_micro_batches_hold_each_row_once(world, make_cfg, tmp_path, monkeypatch):
+    cfg = make_cfg("trainer.micro_batch_size=1")
+    batch = load(tmp_path)
+    monkeypatch.setattr(trainer.dist, "get_world_size", lambda: world)
+    seen = Counter()
+    shapes = []
+    for rank in range(world):
+        monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
+        micros = trainer.make_micros(batch, list(range(13)), cfg)
+        shapes.append([micro["ids_BW"].shape[1] for micro in micros])
+        for micro in micros:
+            seen.update(micro["at_N"].tolist())
+            assert micro["ids_BW"].numel() <= 64
+            assert (micro["num_tokens"], micro["num_sequences"], micro["max_tokens"]) == (sum(batch.counts), 13, 16)
+    assert all(widths == shapes[0] for widths in shapes) and shapes[0] == sorted(shapes[0], reverse=True)
+    assert seen == Counter(batch.fields["mask"].nonzero().flatten().tolist())
+    assert len(shapes[0]) <= math.ceil(1.6 * sum(batch.lens) / 64 / world) + 1  # little is padding
+
+
+# --- the policy and its losses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [102 * 3, 1 << 26])
+def test_log_probabilities_are_those_of_the_model(chunk, make_cfg, models, tmp_path, monkeypatch):
+    """In padded micro-batches, with the head in chunks of three tokens or in one piece."""
+    monkeypatch.setattr(trainer.Policy, "CHUNK", chunk)
+    cfg = make_cfg("trainer.micro_batch_size=1", "trainer.gradient_checkpointing=true", model=models["tied"])
+    batch = load(tmp_path)
+    policy = trainer.build_policy(cfg)
+    model = in_float64(models["tied"])
+    expected = reference(model, batch)
+    found = torch.zeros_like(expected)
+    weight_T = torch.randn(found.shape[1], generator=torch.Generator().manual_seed(0))
+    for micro in trainer.make_micros(batch, list(range(13)), cfg):
+        logp_N, entropy_N = policy(micro)
+        ((logp_N + 2 * entropy_N) * weight_T[micro["at_N"]]).sum().backward()
+        found[:, micro["at_N"]] = torch.stack((logp_N, entropy_N)).detach().double()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    ((expected[0] + 2 * expected[1]) * weight_T).sum().backward()
+    for name, p in model.named_parameters():
+        gradient = policy.model.get_parameter(name).grad.double()
+        torch.testing.assert_close(gradient, p.grad, atol=1e-4 * p.grad.abs().max().item(), rtol=1e-3)
+
+
+def test_in_16_bits_masters_and_temperatures_stay_in_fp32(make_cfg, tmp_path):
+    """FSDP2 casts inputs to the compute dtype: 0.6 would become 0.6016, and bias every ratio."""
+    seen = []
+    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16"))
+    head = policy.head
+    policy.head = lambda *given: seen.append(given) or head(*given)
+    batch = load(tmp_path)
+    policy(trainer.collate(batch.fields, batch.lens, [0], max(batch.lens)))[0].sum().backward()
+    _, hidden_ND, _, temperature_N = seen[0]
+    assert hidden_ND.dtype == torch.bfloat16 and set(temperature_N.tolist()) == {np.float32(0.7)}
+    assert {p.dtype for p in policy.parameters()} == {p.grad.dtype for p in policy.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["cispo", "grpo"])
+def test_losses_by_hand(name, make_cfg):
+    adv_N = torch.tensor([1.0, -1.0, 2.0, 0.5, -3.0], dtype=torch.float64)
+    log_r_N = torch.tensor([2.0, 2.0, 0.1, -1.0, -1.0], dtype=torch.float64)
+    logp_N = torch.full([5], -1.0, dtype=torch.float64, requires_grad=True)
+    micro = micro_of(adv_N=adv_N, old_logp_N=logp_N.detach() - log_r_N)
+    loss_N, logs = trainer.compute_loss(micro, logp_N, -logp_N, make_cfg(f"trainer.loss={name}").trainer)
+    loss_N.sum().backward()
+    assert logs["policy/clip_frac"].tolist() == [True, name == "cispo", False, False, name == "grpo"]
+    for loss, grad, adv, log_r in zip(loss_N.tolist(), logp_N.grad.tolist(), adv_N.tolist(), log_r_N.tolist()):
+        r = math.exp(log_r)
+        if name == "cispo":
+            expected = min(r, 5) * adv  # times -logp, which is 1
+            slope = -min(r, 5) * adv
+        else:
+            clipped = min(max(r, 0.8), 1.28) * adv
+            expected = -min(r * adv, clipped)
+            slope = 0.0 if clipped < r * adv else -r * adv
+        assert (loss, grad) == pytest.approx((expected, slope), abs=1e-12)
+
+
+def reads_mine(micro, logp_N, entropy_N):
+    """trainer.loss: a field that is nan where there is none."""
+    return -micro["adv_N"] * logp_N * micro["mine_N"] * entropy_N, {}
+
+
+def test_what_nobody_sampled_is_imitated(make_cfg):
+    """Also with a loss that computes with a field which is nan there."""
+    t = make_cfg("trainer.loss=test_trainer:reads_mine").trainer
+    logp_N = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    nan = math.nan
+    micro = micro_of(adv_N=torch.tensor([1.0, 2.0, 4.0]), old_logp_N=torch.tensor([-1.0, nan, nan]))
+    micro["mine_N"] = torch.tensor([1.0, nan, nan])
+    loss_N, logs = trainer.compute_loss(micro, logp_N, -logp_N, t)
+    loss_N.sum().backward()
+    assert loss_N.tolist()[1:] == [4.0, 12.0] and logp_N.grad.tolist()[1:] == [-2.0, -4.0]
+    assert logp_N.grad.isfinite().all() and logs["policy/kl_sampler"].tolist() == [0, 0, 0]
+
+
+def test_kl_by_hand(make_cfg):
+    """One improbable token in 100,000 must not dominate the mean; the reference adds its k3 to each token's loss."""
+    logp_N = torch.tensor([-1.0, -2.0, -1.0])
+    micro = micro_of(adv_N=torch.zeros(3), old_logp_N=torch.tensor([-1.5, -2.0, -13.0]))
+    micro["ref_logp_N"] = torch.tensor([-1.0, -1.0, -2.0])
+    loss_N, logs = trainer.compute_loss(micro, logp_N, -logp_N, make_cfg("trainer.beta=0.1").trainer)
+    k3 = lambda x: math.exp(x) - 1 - x  # noqa: E731
+    assert logs["policy/kl_sampler"].tolist() == pytest.approx([k3(0.5), 0, k3(5)])
+    assert loss_N.tolist() == pytest.approx([0, 0.1 * k3(1), 0.1 * k3(-1)])
+
+
+SEEN = []
+
+
+def remembers(micro, logp_N, entropy_N):
+    SEEN.append(micro | {"logp_N": logp_N.detach()})
+    return trainer.grpo(micro, logp_N, entropy_N)
+
+
+remembers.uses_prox = True
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_minibatches_and_the_policy_before_the_first(updates, make_cfg, tmp_path):
+    SEEN.clear()
+    more = ("trainer.loss=test_trainer:remembers", "trainer.minibatches=3", "trainer.optimizer=test_trainer:sgd")
+    cfg = make_cfg(*more, f"trainer.updates_per_batch={updates}")
+    batch = load(tmp_path)
+    policy = trainer.build_policy(cfg)
+    before = reference(in_float64(cfg.run.model), batch)[0]
+    trainer.train_step(policy, trainer.make_optimizer(policy, cfg.trainer), batch, 0, cfg)
+    ends_S = torch.tensor(batch.lens).cumsum(0)
+    rows = [sorted({int((ends_S <= at).sum()) for at in micro["at_N"].tolist()}) for micro in SEEN]
+    assert len(SEEN) == 3 * updates and (rows[0] != rows[-3] or updates == 1)
+    assert sorted(sum(rows[:3], [])) == list(range(13)) == sorted(sum(rows[-3:], []))
+    for micro in SEEN:
+        torch.testing.assert_close(micro["prox_logp_N"].double(), before[micro["at_N"]], atol=1e-5, rtol=0)
+    assert (SEEN[-1]["logp_N"] - SEEN[-1]["prox_logp_N"]).abs().max() > 1e-4
+    assert sum(micro["num_sequences"] for micro in SEEN[:3]) == 13
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_step_against_float64(size, replay, models, tmp_path):
+    """Gradient and metrics, whatever the micro-batches; clipped to a norm over all parameters."""
+    more = (f"trainer.micro_batch_size={size}", "trainer.optimizer=test_trainer:sgd", "trainer.max_grad_norm=0.05")
+    saved = save(tmp_path / "saved")
+    run_dir = replay(saved, *more, "trainer.learning_rate=1")
+    batch = trainer.load_batch(saved / "step_000000.safetensors", CPU)
+    model = in_float64(models["untied"])
+    logp_T, entropy_T = reference(model, batch)
+    mask_T = batch.fields["mask"]
+    old_T = batch.fields["old_logp"].double()
+    is_sampled_T = mask_T & ~old_T.isnan()
+    r_T = torch.where(is_sampled_T, (logp_T - old_T).exp().clamp(max=5), 1).detach()
+    loss = (-(r_T * batch.fields["adv"] * logp_T)[mask_T]).sum() / mask_T.sum()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05).item()
+    after = load_file(run_dir / "final" / "model.safetensors")
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.detach() - after[name].double(), p.grad, atol=1e-7, rtol=1e-3)
+    (line,) = lines(run_dir / "metrics.jsonl")
+    log_r = (logp_T - old_T)[is_sampled_T]
+    expected = {"loss": loss, "optim/grad_norm": norm, "policy/entropy": entropy_T[is_sampled_T].mean()}
+    expected |= {"policy/logp": logp_T[is_sampled_T].mean(), "policy/kl_sampler": (log_r.exp() - 1 - log_r).mean()}
+    for key, x in expected.items():
+        assert line[key] == pytest.approx(float(torch.as_tensor(x).detach()), rel=1e-4), key
+    assert line["optim/skipped"] == 0 and line["version"] == 1 and norm > 0.05
+    logp = load_file(run_dir / "batches" / "logp_000000.safetensors")["logp"]
+    torch.testing.assert_close(logp.double(), logp_T.detach(), atol=1e-5, rtol=0)
+
+
+def test_adamw_and_its_rate(make_cfg, tmp_path):
+    how = ("trainer.weight_decay=0.1", "trainer.adam_beta2=0.9", "trainer.warmup_steps=3", "max_steps=100")
+    cfg = make_cfg(*how)
+    policy = trainer.build_policy(cfg)
+    before = {name: p.detach().double().clone() for name, p in policy.trained().items()}
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
+    metrics, _ = trainer.train_step(policy, optimizer, load(tmp_path), 1, cfg)
+    assert metrics["optim/lr"] == 0.5e-3
+    for name, p in policy.trained().items():
+        state = optimizer.state[p]
+        grad = state["exp_avg"].double() / (1 - 0.9)
+        torch.testing.assert_close(state["exp_avg_sq"].double(), (1 - 0.9) * grad**2, rtol=1e-4, atol=0)
+        expected = before[name] * (1 - 0.5e-3 * 0.1) - 0.5e-3 * grad / (grad.abs() + 1e-8)
+        torch.testing.assert_close(p.detach().double(), expected, atol=1e-7, rtol=1e-6)
+
+
+def test_the_schedule(make_cfg):
+    def rates(name, *overrides):
+        t = make_cfg(f"trainer.lr_scheduler_type={name}", *overrides).trainer
+        return [trainer.schedule(step, t, 10) for step in range(10)]
+
+    warm = ("trainer.warmup_steps=3", "trainer.warmup_ratio=0.1")
+    assert rates("constant", *warm) == [1.0] * 10
+    assert rates("constant_with_warmup", *warm) == [0.25, 0.5, 0.75] + [1.0] * 7
+    assert rates("linear") == pytest.approx([1 - step / 10 for step in range(10)])
+    assert rates("linear", *warm)[3:] == pytest.approx([1 - step / 7 for step in range(7)])
+    assert rates("cosine") == pytest.approx([(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)])
+    assert rates("constant_with_warmup", "trainer.warmup_ratio=0.9")[4:6] == [5 / 6, 1.0]  # at most half of them
+
+
+# --- LoRA and final/ --------------------------------------------------------------------------------------------------
+
+
+def test_lora_starts_as_the_base_trains_its_factors_and_merges_exactly(make_cfg, models, tmp_path):
+    cfg = make_cfg(*LORA, "trainer.dtype=bf16", "trainer.lora_alpha=24")
+    policy = trainer.build_policy(cfg)
+    assert all("lora_" in name and p.dtype == torch.float32 for name, p in policy.trained().items())
+    base = load_file(models["untied"] / "model.safetensors")
+
+    def sent(dtype, only_lora=False):
+        blocks = trainer.stream_weights(policy.model, dtype, only_lora)
+        return {name: w.clone() for block in blocks for name, w in block.items()}
+
+    torch.testing.assert_close(sent(torch.float32), {name: w.bfloat16().float() for name, w in base.items()}, **EXACT)
+    trainer.train_step(policy, trainer.make_optimizer(policy, cfg.trainer), load(tmp_path), 0, cfg)
+    factors = sent(torch.float32, only_lora=True)
+    name = "model.layers.1.mlp.up_proj"
+    low_rank = factors[f"{name}.lora_B.weight"].double() @ factors[f"{name}.lora_A.weight"].double() * 24 / 8
+    merged = base[f"{name}.weight"].bfloat16().double() + low_rank
+    torch.testing.assert_close(sent(torch.float32)[f"{name}.weight"].double(), merged, atol=1e-6, rtol=0)
+    assert low_rank.abs().max() > 1e-3 and len(factors) == 2 * 7 * 2
+    assert {w.dtype for w in sent(torch.bfloat16).values()} == {torch.bfloat16}
+    cfg = make_cfg("trainer.use_lora=true", 'trainer.lora_target_modules=["lm_head"]', model=models["tied"])
+    with pytest.raises(ConfigError, match="'lm_head'"):
+        trainer.build_policy(cfg)
+
+
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
+    from peft import PeftModel
+
+    model = tmp_path / "model"
+    shutil.copytree(models["untied" if kind == "lora" else "tied"], model)
+    (model / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.6}')
+    (tmp_path / "mine.jinja").write_text("{{ messages[0]['content'] }} mine")
+    saved = save(tmp_path / "saved", 2)
+    more = LORA if kind == "lora" else ["trainer.learning_rate=1e-2"]
+    final = replay(saved, f"chat_template={tmp_path / 'mine.jinja'}", *more, model=model) / "final"
+    if kind == "lora":
+        found = PeftModel.from_pretrained(in_float64(model), final).double()
+    else:
+        found = AutoModelForCausalLM.from_pretrained(final, dtype="auto")
+        assert found.dtype == torch.float32 and (final / "generation_config.json").read_text().startswith('{"do_sample')
+    # A step at rate 0 scores a batch by what the run's checkpoint holds.
+    cfg = configs.load_config(tmp_path / "test.toml", more, replay=saved)
+    policy = trainer.build_policy(cfg)
+    trainer.resume(final.parent, policy, trainer.make_optimizer(policy, cfg.trainer), cfg)
+    batch = trainer.load_batch(saved / "step_000000.safetensors", CPU)
+    ours = trainer.score(policy, batch, list(range(13)), cfg).double()
+    torch.testing.assert_close(reference(found.double().eval(), batch)[0].detach(), ours, atol=1e-5, rtol=0)
+    assert (reference(in_float64(model), batch)[0] - ours).abs().max() > 1e-2
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a mine"
+
+
+# --- ranks and resumption ---------------------------------------------------------------------------------------------
+
+
+def poison(sequences):
+    if len(sequences[4].tokens) > 9:  # in one of the batches
+        sequences[4].fields["poison"][-1] = np.nan
+
+
+@pytest.fixture(scope="module")
+def ranks(models, tmp_path_factory):
+    """{name of a run: its directory} with one rank and with two."""
+    from conftest import BASE
+
+    path = tmp_path_factory.mktemp("ranks")
+    (path / "test.toml").write_text(BASE.format(model=models["untied"]))
+    saved = save(path / "saved", 3, poison)
+    often = ["checkpoint.every=2", "checkpoint.keep=9", "trainer.micro_batch_size=2"]
+    lossy = "trainer.loss=test_trainer:poisoned"
+    dropout = [*LORA, "trainer.lora_dropout=0.2", *EPOCHS]
+    runs = {"full": EPOCHS, "lora": [*LORA, *EPOCHS], "poisoned": [lossy], "whole": dropout}
+
+    def argv(name, more, ranks):
+        where = [path / "test.toml", f"output_dir={path / str(ranks)}", f"run_name={name}"]
+        return [*where, *often, *more, "--replay", saved]
+
+    two = [argv(name, more, 2) for name, more in runs.items()]
+    two += [argv("half", [*dropout, "max_steps=2"], 2), argv("half", dropout, 2)]
+    (path / "runs.json").write_text(json.dumps(two, default=str))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command += [ROOT / "tests" / "ranks.py", path / "runs.json"]
+    running = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    replays([argv(name, runs[name], 1) for name in ("full", "lora", "poisoned")])
+    assert running.wait(240) == 0
+    return path, lambda name, num: next((path / str(num)).glob(f"{name}-replay-*"))
+
+
+def final(run_dir):
+    return load_file(next(run_dir.glob("final/*model.safetensors")))
+
+
+@pytest.mark.parametrize("name", ["full", "lora", "poisoned"])
+def test_two_ranks_are_one(name, ranks):
+    """Two epochs of two minibatches; a metric that one rank alone logs; a gradient that is nan on one of them."""
+    one, two = (ranks[1](name, num) for num in (1, 2))
+    for a, b in zip(lines(one / "metrics.jsonl"), lines(two / "metrics.jsonl"), strict=True):
+        assert ("policy/alone" in b) == (name == "poisoned")
+        for key in [key for key in a if key.split("/")[0] not in ("time", "perf")]:
+            assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-6), key
+    for step in range(3):
+        logps = [load_file(path / "batches" / f"logp_{step:06d}.safetensors")["logp"] for path in (one, two)]
+        torch.testing.assert_close(*logps, atol=1e-4, rtol=1e-4)
+        assert logps[0].min() > -9  # not the sum of two epochs
+    torch.testing.assert_close(final(one), final(two), atol=2e-5, rtol=1e-4)
+    if name == "poisoned":
+        skipped = [line["optim/skipped"] for line in lines(two / "metrics.jsonl")]
+        assert sorted(set(skipped)) == [0, 1] and all(w.isfinite().all() for w in final(two).values())
+
+
+def test_a_resumed_run_is_the_same_on_two_ranks(ranks):
+    """Bit for bit: LoRA with dropout, a reference, epochs and minibatches."""
+    whole, half = (ranks[1](name, 2) for name in ("whole", "half"))
+    torch.testing.assert_close(final(half), final(whole), **EXACT)
+    assert [x["loss"] for x in lines(half / "metrics.jsonl")] == [x["loss"] for x in lines(whole / "metrics.jsonl")]
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks):
+    path, run_of = ranks
+    run_dir = run_of("full", 2)
+    shutil.copytree(run_dir, path / "3" / run_dir.name)
+    shutil.rmtree(path / "3" / run_dir.name / "checkpoints" / "step_000003")
+    more = ["checkpoint.keep=1", "trainer.micro_batch_size=2", *EPOCHS]
+    argv = [path / "test.toml", f"output_dir={path / '3'}", "run_name=full", *more, "--replay", path / "saved"]
+    replays([argv])
+    torch.testing.assert_close(final(path / "3" / run_dir.name), final(run_dir), atol=2e-5, rtol=1e-4)
+    assert [old.name for old in (path / "3" / run_dir.name / "checkpoints").iterdir()] == ["step_000003"]
+    with pytest.raises(ConfigError, match="belongs to another run: seed was 0, now 1"):
+        replays([[*argv, "seed=1", "max_steps=9"]])
+
+
+def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
+    """Bit for bit, with a parameter that never has a gradient, and after a resume before any parameter had one."""
+    build = trainer.build_policy
+    started = []
+
+    def with_idle_parameter(cfg):
+        policy = build(cfg)
+        policy.idle = nn.Parameter(torch.ones(3))
+        return policy
+
+    def step(*args):
+        started.append(args[3])
+        return honest(*args)
+
+    honest = trainer.train_step
+    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "build_policy", with_idle_parameter)
+    saved = save(tmp_path / "saved", 3)
+    run_dir = replay(saved, "checkpoint.every=1", "checkpoint.keep=9")
+    whole = final(run_dir)
+    metrics = lines(run_dir / "metrics.jsonl")
+    for last in (1, 2):
+        for path in [run_dir / "final", *run_dir.glob("checkpoints/step_*")]:
+            if path.name > f"step_{last:06d}" or path.name == "final":
+                shutil.rmtree(path)
+        (run_dir / "checkpoints" / "step_000009.tmp").mkdir()
+        replay(saved, "checkpoint.every=1", "checkpoint.keep=9")
+        (run_dir / "checkpoints" / "step_000009.tmp").rmdir()
+        torch.testing.assert_close(final(run_dir), whole, **EXACT)
+        assert [line["loss"] for line in lines(run_dir / "metrics.jsonl")] == [line["loss"] for line in metrics]
+    assert started == [0, 1, 2, 1, 2, 2]
+
+
+# --- the loop ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_servers(make_cfg, tmp_path, monkeypatch):
+    """A run beside no server, whose steps return `numbers`. Returns what was synced: [(version, has a batch), ...]"""
+    synced = []
+
+    def sync(sender, policy, version, cfg, batch=None):
+        synced.append((version, batch is not None))
+        return {}
+
+    make_cfg()
+    (tmp_path / "test").mkdir()
+    write_batches(tmp_path / "test" / "batches", 5)
+    monkeypatch.setattr(trainer, "WeightSender", lambda *given: None)
+    monkeypatch.setattr(trainer, "sync_weights", sync)
+    return synced
+
+
+@pytest.mark.parametrize("key", ["optim/grad_norm", "policy/kl_sampler"])
+def test_three_useless_steps_end_a_run(key, no_servers, replay, tmp_path, monkeypatch):
+    numbers = {"loss": 0.0, "policy/kl_sampler": 0.0, "policy/entropy": 1.0, "optim/grad_norm": 1.0}
+    numbers[key] = {"optim/grad_norm": math.nan, "policy/kl_sampler": 1.1}[key]
+    table = {"policy/logp": torch.zeros(1)}
+    monkeypatch.setattr(trainer, "train_step", lambda policy, optimizer, batch, step, cfg: (numbers, table))
+    argv = [tmp_path / "test.toml", f"output_dir={tmp_path}", "max_steps=5"]
+    with pytest.raises(NumericsError, match="three steps; step 2"):
+        replays([argv])
+    assert no_servers == [(0, False), (1, True), (2, True)]
+    assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [0, 1]
+    if key == "policy/kl_sampler":  # other batches may be far away
+        replay(tmp_path / "test" / "batches")
+
+
+def test_replays(replay, tmp_path):
+    """The schedule ends with the batches. One that has nothing to do, or whose loss is not known, leaves nothing."""
+    for overrides, error in (("", "there is no batch"), ("trainer.loss=cipso", "must be one of")):
+        with pytest.raises(ConfigError, match=error):
+            replay(save(tmp_path / "saved", 3) if overrides else tmp_path, *overrides.split())
+    assert not list(tmp_path.glob("test-*"))
+    run_dir = replay(tmp_path / "saved", "trainer.lr_scheduler_type=linear", "max_steps=2")
+    assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == [1e-3, 0.5e-3]
+
+
+# --- servers and the canary -------------------------------------------------------------------------------------------
+
+
+def test_a_server_of_another_run_is_not_taken(make_cfg, tmp_path, monkeypatch):
+    asked = []
+
+    def answer(request):
+        asked.append(request.url.path)
+        return httpx.Response(200, json={"data": [{"id": "other"}]})
+
+    client = httpx.Client
+    monkeypatch.setattr(trainer.httpx, "Client", lambda **given: client(transport=httpx.MockTransport(answer)))
+    cfg = make_cfg('inference.urls=["http://127.0.0.1:1"]', "inference.startup_timeout=0.5")
+    with pytest.raises(RoleDied, match='does not serve "test" after inference.startup_timeout.*other'):
+        trainer.WeightSender(cfg, tmp_path, CPU)
+    assert len(asked) > 1 and set(asked) == {"/v1/models"}
+
+
+class Policy:
+    """Says 0 of every token, and remembers how it was asked."""
+
+    vocab = 100
+    device = CPU
+
+    def train(self, mode=True):
+        self.training = mode
+
+    def __call__(self, micro):
+        self.mode = self.training
+        self.micro = micro
+        return torch.zeros(len(micro["at_N"])), None
+
+
+def sender_that_says(number, run_dir=None):
+    def extend(version, rows, num):
+        sender.rows = rows
+        return [row + [1] * num for row in rows], torch.full([num * len(rows)], number)
+
+    sender = SimpleNamespace(extend=extend, max_dlogp=0.2, run_dir=run_dir, send=lambda blocks, version: None)
+    return sender
+
+
+@pytest.mark.parametrize("max_seq_len", [32, 1000, 4096])
+@pytest.mark.parametrize("num_servers", [1, 8])
+def test_canary_rows_have_eight_lengths(max_seq_len, num_servers, make_cfg):
+    urls = ["http://127.0.0.1:1"] * num_servers
+    for dtype in ("fp32", "bf16"):
+        cfg = make_cfg(f"max_seq_len={max_seq_len}", f"inference.urls={urls}", f"trainer.dtype={dtype}")
+        policy = Policy()
+        sender = sender_that_says(0.0)
+        trainer.canary(sender, policy, 0, cfg, None)
+        assert len({len(row) for row in sender.rows}) == 8 and policy.micro["ids_BW"].shape[1] <= max_seq_len
+
+
+def test_how_the_canary_asks(make_cfg, tmp_path):
+    """With the run's temperature, from halves of the batch's rows, without dropout, and the plain distribution."""
+    cfg = make_cfg("orchestrator.sampling.temperature=0.7", "trainer.use_lora=true", "trainer.lora_dropout=0.1")
+    policy = Policy()
+    sender = sender_that_says(0.0)
+    trainer.canary(sender, policy, 0, cfg, None)
+    assert policy.mode and set(policy.micro["temperature_N"].tolist()) == {np.float32(0.7)}
+    batch = load(tmp_path)
+    trainer.canary(sender, policy, 1, cfg, batch)
+    assert not policy.mode and policy.training
+    assert sender.rows[0] == batch.fields["tokens"][: 1 + batch.lens[0] // 2].tolist() and len(sender.rows) == 7
+    bodies = []
+    said = {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}
+    replies = [SimpleNamespace(json=lambda: said)] * 2  # of two servers
+    sender = SimpleNamespace(cfg=cfg, post_all=lambda path, body: bodies.append(body) or replies)
+    rows, logp_N = trainer.WeightSender.extend(sender, 0, [[1, 2]], 3)
+    assert rows == [[1, 2, 7]] * 2 and logp_N.tolist() == [-1.0, -1.0]
+    wanted = {"temperature": 0.7, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
+    assert wanted.items() <= bodies[0].items()
+
+
+@pytest.mark.parametrize(
+    "first, later, dies, more",
+    [
+        (0.1, 0.29, False, "trainer.dtype=bf16"),
+        (0.1, 0.31, True, "trainer.dtype=bf16"),
+        (0.001, 0.049, False, "trainer.dtype=bf16"),
+        (0.001, 0.051, True, "trainer.dtype=bf16"),
+        (0.21, 0.0, True, "trainer.dtype=bf16"),
+        (math.nan, 0.0, True, "trainer.dtype=bf16"),
+        (0.0005, 0.0011, True, "trainer.dtype=fp32"),
+        (0.3, 0.9, False, "trainer.max_sync_dlogp=1.0"),
+    ],
+)
+def test_the_canarys_limit(first, later, dies, more, make_cfg, tmp_path):
+    cfg = make_cfg(more)
+    sender = sender_that_says(first)
+    batch = load(tmp_path)
+    try:
+        trainer.canary(sender, Policy(), 5, cfg, None)
+        sender.extend = sender_that_says(later).extend
+        for version in (6, 7):
+            trainer.canary(sender, Policy(), version, cfg, batch)
+        died = False
+    except RoleDied:
+        died = True
+    assert died == dies
+
+
+def test_no_version_is_live_before_its_canary(make_cfg, tmp_path):
+    cfg = make_cfg()
+    policy = trainer.build_policy(cfg)
+    with pytest.raises(RoleDied, match="canary of version 3"):
+        trainer.sync_weights(sender_that_says(0.0, tmp_path), policy, 3, cfg)
+    assert not (tmp_path / "version").exists()
+    trainer.sync_weights(sender_that_says(0.0, tmp_path), policy, 3, make_cfg("trainer.max_sync_dlogp=99"))
+    assert (tmp_path / "version").read_text() == "3"
