@@ -1,0 +1,163 @@
+"""env.py: rows, rollouts by a scripted policy, rewards."""
+
+import asyncio
+import json
+import math
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from datasets import Dataset
+
+import env
+from configs.runtime.role import ConfigError
+from env import MultiTurnEnv, Rubric, SingleTurnEnv, call, finite, load_environment, load_rows
+
+
+def play(task, row, *answers, step=0):
+    """The state of a rollout in which the policy gives these answers, and what it was asked."""
+    said = iter(answers)
+    asked = []
+
+    async def generate(prompt, tools=None):
+        asked.append(json.loads(json.dumps(prompt)))
+        return next(said) if isinstance(prompt, str) else {"role": "assistant", "content": next(said)}
+
+    state = task.start(row) | {"step": step}
+    asyncio.run(task.rollout(state, generate))
+    return state, asked
+
+
+def score(rubric, state):
+    return asyncio.run(rubric.score(state))
+
+
+def test_one_turn():
+    task = SingleTurnEnv([{"question": "a?", "info": {"n": [1]}}], system_prompt="Be brief.")
+    state, asked = play(task, task.dataset[0], "b")
+    assert asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"}]]
+    assert state["completion"] == [{"role": "assistant", "content": "b"}] and state["turn"] == 1
+    state["info"]["n"].append(2)
+    state["prompt"].clear()
+    assert task.start(task.dataset[0])["info"] == {"n": [1]} and len(task.start(task.dataset[0])["prompt"]) == 2
+    text, asked = play(task, {"prompt": "once upon", "question": "ignored"}, " a time")
+    assert asked == ["once upon"] and text["completion"] == [" a time"]
+    arrow = {"prompt": [{"role": "user", "content": "x", "tool_calls": None}], "info": None}
+    assert task.start(arrow)["prompt"][1] == {"role": "user", "content": "x"} and task.start(arrow)["info"] == {}
+
+
+class Counts(MultiTurnEnv):
+    async def setup_state(self, state):
+        state["seen"] = []
+
+    def is_completed(self, messages, state):
+        return messages[-1]["content"] == "stop"
+
+    async def env_response(self, messages, state):
+        state["seen"].append(len(messages))
+        return [{"role": "user", "content": f"{state['turn']}"}]
+
+
+def test_several_turns():
+    task = Counts([{"question": "go"}], max_turns=3)
+    state, asked = play(task, task.dataset[0], "a", "stop")
+    assert [m["content"] for m in state["completion"]] == ["a", "1", "stop"] and state["seen"] == [2]
+    assert [len(messages) for messages in asked] == [1, 3]
+    state, _ = play(task, task.dataset[0], "a", "b", "c")
+    assert state["turn"] == 3 and state["completion"][-1]["content"] == "c"
+
+
+def test_rows_come_from_lists_files_and_datasets(tmp_path):
+    rows = [{"question": "ä", "answer": "1"}, {"question": "b", "answer": "2"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    assert load_rows(rows) == load_rows(path) == load_rows(str(path)) == load_rows(Dataset.from_list(rows)) == rows
+
+
+def test_functions_get_what_they_name_in_threads():
+    def both(answer, state, unit="m"):
+        return answer, state["x"], unit, threading.current_thread() is threading.main_thread()
+
+    async def everything(**state):
+        return state["answer"]
+
+    have = {"answer": 1, "state": {"x": 2}, "more": 3}
+    assert asyncio.run(call(both, **have)) == (1, 2, "m", False)
+    assert asyncio.run(call(partial(both, unit="km", answer=9), **have))[:3] == (9, 2, "km")
+    assert asyncio.run(call(everything, **have)) == 1
+
+    async def together():
+        began = time.monotonic()
+        await asyncio.gather(*(call(lambda: time.sleep(0.2)) for _ in range(4)))
+        return time.monotonic() - began
+
+    assert asyncio.run(together()) < 0.7
+
+
+def test_a_time_limit_by_a_signal_loses_its_rollout():
+    """Code that catches every Exception would otherwise give a right answer the reward 0."""
+
+    def limited():
+        try:
+            signal.signal(signal.SIGALRM, lambda *_: None)
+        except Exception:
+            return 0.0
+
+    with pytest.raises(RuntimeError, match="limited raised NeedsMainThread"):
+        asyncio.run(call(limited))
+    assert limited() is None
+
+
+def test_what_is_a_reward():
+    for value in (1, True, 1.0, np.float32(1), np.int64(1), torch.tensor(1.0), "1"):
+        assert finite(value, "f") == 1.0 and type(finite(value, "f")) is float
+    for value in (None, math.nan, math.inf, torch.tensor(math.nan)):
+        with pytest.raises(ValueError, match="f returned .* not a finite number"):
+            finite(value, "f")
+
+
+def test_rubrics():
+    def exact(completion, answer):
+        return completion[-1]["content"] == answer
+
+    async def length(completion, scale):
+        return len(completion[-1]["content"]) * scale
+
+    inner = Rubric([length], [lambda step: -0.1 * step], scale=2)
+    rubric = Rubric([exact], rubrics=[inner])
+    state = {"completion": [{"content": "abc"}], "answer": "abc", "step": 3}
+    assert score(rubric, state) == (pytest.approx(1 - 0.3 * 6), {"exact": 1.0, "length": 6.0})
+    assert state["reward_weights"] == {"exact": 1.0, "length": pytest.approx(-0.3)}
+    assert score(Rubric([exact], [0]), state) == (0.0, {"exact": 1.0})
+    with pytest.raises(ValueError, match="<lambda> returned None"):
+        score(Rubric([lambda: None]), state)
+
+    def mean(completion): ...
+
+    for funcs in ([partial(exact, answer="a"), partial(exact, answer="b")], [mean]):
+        with pytest.raises(ConfigError, match=env.name_of(funcs[0])):
+            Rubric(funcs)
+    with pytest.raises(ConfigError, match="length"):
+        Rubric([length], rubrics=[inner])
+    with pytest.raises(ValueError):
+        Rubric([exact], [1.0, 2.0])
+
+
+def test_environments_load_by_name(tmp_path, monkeypatch):
+    """A module of the user's hides a shipped task of its name."""
+    assert len(load_environment("reverse_text", {"num_train": 4}).dataset) == 4
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("my_task", "alphabet_sort"):
+        body = "import env\ndef load_environment(n):\n    return env.SingleTurnEnv([{'question': 'q'}] * n)"
+        (tmp_path / f"{name}.py").write_text(body)
+    assert len(load_environment("org/my-task", {"n": 2}).dataset) == 2
+    assert len(load_environment("alphabet-sort", {"n": 3}).dataset) == 3
+    command = [sys.executable, "-c", "import sys, env; assert not {'torch', 'transformers'} & set(sys.modules)"]
+    subprocess.run(command, cwd=ROOT, check=True)
