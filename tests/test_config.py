@@ -1,0 +1,134 @@
+"""configs/__init__.py and configs/runtime/directory.py: what a TOML and overrides mean, and what is refused."""
+
+import json
+import re
+
+import pytest
+from conftest import BASE, ROOT
+
+import configs
+from configs import load_config, to_toml
+from configs.runtime.directory import cut_lines, open_run
+from configs.runtime.role import ConfigError
+
+
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; .* is 'trainer.learning_rate'"),
+        ("env.arg.x=1", "'env.arg.x': unknown; .* is 'env.args'"),
+        ("max_steps=1.5", "'max_steps' = 1.5: must be of type int"),
+        ("trainer.gpus=true", "'trainer.gpus' = True: must be of type int"),
+        ('trainer.beta="high"', "'trainer.beta' = 'high': must be of type float"),
+        ("orchestrator.max_staleness=-1", "must be at least 0"),
+        ("trainer.beta=nan", "must be at least 0"),
+        ("trainer.micro_batch_size=0", "must be above 0"),
+        ("model=''", "model and env.id"),
+        ("orchestrator.rollouts_per_example=1", "rollouts_per_example: at least 2"),
+        ("orchestrator.batch_size=18", "orchestrator.batch_size: a multiple"),
+        ("orchestrator.generation_timeout=900", "generation_timeout: below watchdog"),
+        ("orchestrator.oversampling_factor=0.5", "oversampling_factor"),
+        ("orchestrator.sampling.top_p=0.9", "allow_biased_sampling"),
+        ("orchestrator.order_args.share=0.5", "without orchestrator.order"),
+        ("trainer.dtype=fp16", "trainer.dtype: bf16 or fp32"),
+        ("trainer.lr_scheduler_type=step", "lr_scheduler_type: one of"),
+        ('inference.urls=["http://10.0.0.1:8000"]', "allow_remote"),
+        ('inference.urls=["http://127.0.0.1.evil.org"]', "allow_remote"),
+        ("trainer.sync_host=10.0.0.1", "allow_remote"),
+        ("run_name=../there", "run_name"),
+        ("max_steps=None", "max_steps=None"),
+        ("env.args={", "env.args={"),
+    ],
+)
+def test_what_is_refused(override, named, make_cfg):
+    with pytest.raises(ConfigError, match=named):
+        make_cfg(override)
+
+
+def test_overrides(make_cfg):
+    """A bare word is a string; open tables are merged at every depth, and {} clears them."""
+    cfg = make_cfg("trainer.loss=grpo", "trainer.beta=1", "env.args.a.b=1", "env.args.a.c=x y", "run_name='7'")
+    assert (cfg.trainer.loss, cfg.trainer.beta, cfg.env[0].args) == ("grpo", 1.0, {"a": {"b": 1, "c": "x y"}})
+    assert type(cfg.trainer.beta) is float and cfg.run.run_name == "7" and make_cfg().run.run_name == "test"
+    assert make_cfg("inference.args.port_x=1").inference.args["tensor_parallel_size"] == 1
+    assert make_cfg("env.args.a=1", "env.args={}", "env.args.b=2").env[0].args == {"b": 2}
+    assert make_cfg("inference.allow_remote=true", "trainer.sync_host=10.0.0.1").trainer.sync_host == "10.0.0.1"
+    for how, sends in (("trainer.dtype=bf16", True), ("trainer.dtype=fp32", False)):
+        assert make_cfg("trainer.use_lora=true", how).sends_adapters == sends
+    assert not make_cfg("trainer.dtype=bf16").sends_adapters
+
+
+def test_several_environments(tmp_path):
+    path = tmp_path / "two.toml"
+    tables = '[[env]]\nid = "a"\nratio = 3\n[[env]]\nid = "a"\nname = "b"\nargs = {x = 1}\n'
+    path.write_text(BASE.format(model="m").replace('[env]\nid = "reverse_text"\n', tables))
+    cfg = load_config(path, ["env.args.y=2"])
+    found = [(env.id, env.name, env.ratio, env.args) for env in cfg.env]
+    assert found == [("a", "a", 3.0, {"y": 2}), ("a", "b", 1.0, {"x": 1, "y": 2})]
+    path.write_text(path.read_text().replace('name = "b"', ""))
+    with pytest.raises(ConfigError, match="a name of its own"):
+        load_config(path)
+    for text in ("model = [", None):
+        path.write_text(text) if text else path.unlink()
+        with pytest.raises(ConfigError, match="two.toml"):
+            load_config(path)
+
+
+def test_what_is_resolved_is_the_same_configuration_without_secrets(make_cfg, tmp_path, monkeypatch):
+    """The config.toml of a run stands for the file that it was made from: modules beside that one are found."""
+    cfg = make_cfg("env.args.api_key=hidden", "env.args.keys=[1]", "env.args.n.token=t", 'chat_template=ä "b"')
+    (tmp_path / "run").mkdir()
+    text = to_toml(cfg)
+    assert "hidden" not in text and cfg.env[0].args["api_key"] == "hidden"
+    (tmp_path / "run" / "config.toml").write_text(text)
+    again = load_config(tmp_path / "run" / "config.toml", ["env.args.api_key=hidden", "env.args.n.token=t"])
+    assert vars(again) == vars(cfg)
+    monkeypatch.setattr(configs.sys, "path", [])
+    assert load_config(tmp_path / "run" / "config.toml").run.origin == str(tmp_path / "test.toml")
+    assert configs.sys.path == [str(tmp_path)]
+    monkeypatch.setenv("ROLEMODEL_OVERRIDES", "trainer.sync_backend = 'gloo'")  # of this machine, not of the run
+    found = make_cfg()
+    assert found.trainer.sync_backend == "gloo" and 'sync_backend = "auto"' in to_toml(found)
+
+
+def test_what_a_key_names(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mine.py").write_text("def loss(): return 1")
+    assert configs.find("mine:loss")() == 1 and configs.find("losses:gspo") and configs.find("a", {"a": 2}) == 2
+    with pytest.raises(ConfigError, match="must be one of"):
+        configs.find("b", {"a": 2})
+    (tmp_path / "losses.py").write_text("")
+    with pytest.raises(ConfigError, match="two modules 'losses'"):
+        configs.find("losses:gspo")
+
+
+def test_a_directory_belongs_to_one_run(make_cfg, tmp_path, capfd):
+    (tmp_path / "checkpoints").mkdir()
+    open_run(tmp_path, to_toml(make_cfg()))
+    open_run(tmp_path, to_toml(make_cfg("seed=1")))  # it has not begun
+    (tmp_path / "checkpoints" / "step_000001").mkdir()
+    open_run(tmp_path, to_toml(make_cfg("seed=1", "trainer.loss=grpo")))
+    assert 'run: trainer.loss was "cispo", now "grpo"' in capfd.readouterr().out
+    for other, key in (("seed=0", "seed"), ("env.args.n=1", "env"), ("trainer.use_lora=true", "trainer.use_lora")):
+        with pytest.raises(ConfigError, match=f"belongs to another run: {key} was"):
+            open_run(tmp_path, to_toml(make_cfg("seed=1", other)))
+
+
+def test_logs_are_cut_where_a_run_goes_on(tmp_path):
+    path = tmp_path / "log.jsonl"
+    lines = [json.dumps({"step": step, "x": "\u2028\x85"}, ensure_ascii=False) + "\n" for step in (0, 0, 1, 2, 10)]
+    path.write_text("".join(lines) + '{"step": 1, "ha')
+    cut_lines(path, 10)
+    assert path.read_text() == "".join(lines[:4])
+    cut_lines(path, 1)
+    assert path.read_text() == "".join(lines[:2])
+    cut_lines(tmp_path / "none.jsonl", 1)
+    assert (tmp_path / "none.jsonl").read_text() == ""
+
+
+def test_every_key_is_read_somewhere():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("configs/**/*.py"), *ROOT.glob("tools/*.py")]
+    code = "\n".join(path.read_text() for path in files)
+    sampling = "orchestrator.sampling."  # sent to vLLM as a whole
+    for key in configs.DEFAULTS:
+        assert key.startswith(sampling) or re.search(rf"\.{key.split('.')[-1]}\b", code), key
