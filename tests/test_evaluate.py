@@ -72,7 +72,7 @@ def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypa
     assert "3 examples x 4 rollouts of plain at" in shown and "avg@4 0.667 +- 0.000" in shown
     assert "pass@1 0.667" in shown and "pass@2 1.000" in shown and "pass@4" not in shown  # of each example one is lost
     assert "3 rollouts are lost" in shown and "AssertionError: no such thing" in shown
-    assert "reward/lost_as_0 0.500" in shown and "truncated 0.250" in shown  # "abcdef" has max_tokens
+    assert "reward/lost_as_0 0.500" in shown and "truncated 0.333" in shown  # "abcdef" has max_tokens
     assert {body["authorization"] for body in server.bodies} == {"Bearer secret"} and "secret" not in shown
     assert server.bodies[0]["temperature"] == 0 and not server.bodies[0]["chat_template_kwargs"]["enable_thinking"]
     written = lines(tmp_path / "out")
