@@ -128,7 +128,7 @@ def test_generated_data_is_trained_on_for_its_rewards(tmp_path, toml):
 def test_groups_are_of_one_example_of_one_environment(tmp_path, toml):
     """A truncated line only shapes the baseline: it never said its end."""
     rows = []
-    for env, reward, is_truncated in (("a", 1, False), ("a", 0, True), ("b", 2, False), ("b", 4, False)):
+    for env, reward, is_truncated in (("a", 1, False), ("b", 2, False), ("a", 0, True), ("b", 4, False)):
         about = {"env": env, "example": 0, "reward": reward, "truncated": is_truncated}
         rows.append(about | {"prompt": ASK, "completion": say("a")})
     evaluate.main([toml, "--offline", write_lines(tmp_path / "data.jsonl", *rows)])
