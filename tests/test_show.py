@@ -103,7 +103,7 @@ def test_the_push_of_a_token_is_the_gradient_of_the_runs_loss(loss, tmp_path, mo
         assert s["push"][is_sampled].numpy() == pytest.approx(push, rel=1e-5)
         assert s["push"][old.mask & ~is_sampled].numpy() == pytest.approx(old.adv[-1])  # it is imitated
         assert s["policy/clip_frac"][is_sampled].bool().all() == (loss != "cispo" and push == 0)
-        assert s["push"][~old.mask].isnan().all()
+        assert s["push"][~old.mask].isnan().all() and s["logp"][~old.mask].isnan().all()
 
 
 def test_what_a_loss_needs_and_no_file_has_leaves_the_push_unknown(tmp_path, models, capsys):

@@ -74,14 +74,10 @@ def run_with(*files: str) -> Callable[[str], Path]:
     return find
 
 
-def is_replay(run: Path) -> bool:
-    """Whether trainer.py --replay has made a run's directory."""
-    return "-replay-" in run.name and not (run / "rollouts.jsonl").exists()  # the orchestrator's
-
-
 def is_finished(run: Path) -> bool:
-    """Whether a run has all of its steps. The launcher writes `done`; replays have none."""
-    return (run / ("final" if is_replay(run) else "done")).exists()
+    """Whether a run has all of its steps. The launcher writes `done`; replays, which have no orchestrator, do not."""
+    is_replay = "-replay-" in run.name and not (run / "rollouts.jsonl").exists()
+    return (run / ("final" if is_replay else "done")).exists()
 
 
 def from_root(path: Path | str) -> str:
