@@ -44,40 +44,27 @@ def test_the_documents_file_of_prime_rl(tmp_path, monkeypatch):
     head, _, rest = text.partition("[trainer.model.experimental.lora]")
     (tmp_path / "full.toml").write_text(head.replace("[1]", "[1, 2]") + rest[rest.index("[orchestrator]") :])
     assert changed(tmp_path / "full.toml") == expected | {"trainer.use_lora": False, "trainer.gpus": 2}
-    (tmp_path / "pool.toml").write_text(text.replace("online-difficulty", "difficulty-pool"))
-    with pytest.raises(ConfigError, match="'orchestrator.buffer.type': unknown"):
-        load_config(tmp_path / "pool.toml")
 
 
 BOTH = {"epsilon": 0.2, "epsilon_high": 0.2}
+REF = {"trainer.beta": 0.1}
 MEANS = {  # lines under [trainer.args] -> our keys
-    "num_generations = 32\nmax_completion_length = 9\nnum_batches_ahead = 0\nmax_prompt_length = 77": {
-        "orchestrator.rollouts_per_example": 32, "orchestrator.sampling.max_tokens": 9,
-        "orchestrator.max_staleness": 0, "orchestrator.max_prompt_len": 77},
-    "group_size = 32\nmax_new_tokens = 9\nkl_coef = 0.1": {
-        "orchestrator.rollouts_per_example": 32, "orchestrator.sampling.max_tokens": 9, "trainer.beta": 0.1},
-    "learning_rate = 1e-6\nlora_rank = 4\nuse_lora = false": {  # names that are ours as well
-        "trainer.learning_rate": 1e-6, "trainer.lora_rank": 4, "trainer.use_lora": False},
-    "temperature = 0.8\nmax_concurrent = 9\nasync_generation_timeout = 99.0": {
-        "orchestrator.sampling.temperature": 0.8, "orchestrator.max_concurrent": 9,
-        "orchestrator.generation_timeout": 99.0},
+    "num_generations = 32\nlora_rank = 4": {"orchestrator.rollouts_per_example": 32, "trainer.lora_rank": 4},
+    "max_new_tokens = 9\nkl_coef = 0.1": {"orchestrator.sampling.max_tokens": 9} | REF,
     "bf16 = false\nfp16 = false\ngamma = 1.0\nlogging_steps = 10\nmask_env_responses = true": {"trainer.dtype": "fp32"},
     'bf16 = true\nreport_to = "none"\nscale_rewards = "none"\nsave_strategy = "steps"': {},
-    'report_to = "wandb"\nscale_rewards = true\nnum_iterations = 2': {
-        "tracker": "wandb", "orchestrator.advantage": "std", "trainer.updates_per_batch": 2},
+    'report_to = "wandb"\nscale_rewards = true': {"tracker": "wandb", "orchestrator.advantage": "std"},
     'eval_strategy = "steps"\nsave_steps = 500': {"checkpoint.every": 500, "eval.every": 50},
     'eval_steps = 7\neval_strategy = "steps"': {"eval.every": 7},
     'eval_steps = 7\neval_strategy = "no"\nsave_strategy = "no"': {"checkpoint.every": 0},
-    "eval_steps = 7": {"eval.every": 7},
-    "sync_ref_model = true\nbeta = 0.1": {
-        "trainer.beta": 0.1, "trainer.ref_sync_steps": 512, "trainer.ref_sync_alpha": 0.6},
-    "ref_model_mixup_alpha = 0.25\nref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1": {
-        "trainer.beta": 0.1, "trainer.ref_sync_steps": 9, "trainer.ref_sync_alpha": 0.25},
-    "ref_model_sync_steps = 9\nsync_ref_model = false\nbeta = 0.1": {"trainer.beta": 0.1},
+    "sync_ref_model = true\nbeta = 0.1": REF | {"trainer.ref_sync_steps": 512, "trainer.ref_sync_alpha": 0.6},
+    "ref_model_sync_steps = 9\nsync_ref_model = false\nbeta = 0.1": REF,
+    "ref_model_mixup_alpha = 0.2\nref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1":
+        REF | {"trainer.ref_sync_steps": 9, "trainer.ref_sync_alpha": 0.2},
     'loss_type = "dapo"': {"trainer.loss": "grpo", "trainer.loss_args": BOTH},
     "epsilon = 0.2": {"trainer.loss": "grpo", "trainer.loss_args": BOTH},  # TRL's default is dapo
-    'epsilon_high = 0.28\nloss_type = "dr_grpo"': {
-        "trainer.loss": "losses:dr_grpo", "trainer.loss_args": {"epsilon": 0.2, "epsilon_high": 0.28}},
+    'epsilon_high = 0.3\nloss_type = "dr_grpo"':
+        {"trainer.loss": "losses:dr_grpo", "trainer.loss_args": BOTH | {"epsilon_high": 0.3}},
     'epsilon = 0.1\nepsilon_high = 5.5\nloss_type = "cispo"': {"trainer.loss_args": {"ratio_cap": 5.5}},
     'loss = "losses:gspo"\nepsilon = 0.2': {"trainer.loss": "losses:gspo", "trainer.loss_args": BOTH},
 }  # fmt: skip
