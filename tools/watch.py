@@ -1,492 +1,502 @@
 """Follows a run, live or done, and says how it goes: python tools/watch.py outputs/run [--once] [--tracker NAME]
 
-It reads metrics.jsonl, rollouts.jsonl, eval.jsonl and batches/, and the run does not need it; the launcher starts it.
-On stdout it reports what is new in a live run, and everything in one that is done:
-    run:        what will happen, and where the files go
-    check:      what the rollouts of the first batch say about the task
+launch.sh starts it beside a run, which does not need it. It reads metrics.jsonl, rollouts.jsonl, eval.jsonl and
+batches/, and prints what is new in a live run, or everything in one that is done:
+    check:      whether anything can be learned from the rollouts of the first batch
     rollout     one from every show_every steps
-    eval:       how much an evaluation gained on the first one, with 95 % intervals
+    eval        the gain of an evaluation over the first one, with 95 % intervals
     warning:    what someone should change, and how; again only if its cause had disappeared in between
-    time:       now and then how much is left, and at the end where the time went
-    result:     at the end, what was learned, and how to serve and evaluate it
-and a progress bar on a terminal. Into the run directory it writes watch.jsonl (percentiles of the reward, KL by
-staleness, and the numbers of each environment of a mix), curves.png and page.html after each evaluation, and what a
-tracker makes. It ends when the run is done, or on SIGTERM."""
+    time:       how much is left, and in the end where it went
+    result:     what was learned, and how to serve and evaluate it
+It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, KL by staleness, and the numbers
+of each environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb, trackio or
+tensorboard get metrics and evaluations, the first two also a table of rollouts from every tenth batch. The numbers of
+batch n are filed under n + 1, the version that it made."""
 
 import argparse
+import importlib
 import json
+import math
 import os
-import re
 import shlex
 import signal
-import subprocess
 import sys
+import threading
 import time
-import tomllib
 import traceback
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configs.runtime.directory import redacted
-from configs.runtime.role import end_with_parent
-from configs.serving.flags import as_flags
-from tools.advice import WINDOW, judge, lost_in_evaluation, say, server_pages, warnings, where_time_goes
-from tools.show import (
-    ROOT,
-    Lines,
-    as_messages,
-    eval_statistics,
-    from_root,
-    is_finished,
-    is_replay,
-    printable,
-    run_with,
-    summary,
-    text_of,
-    with_interval,
-)
+from configs import load_config
+from configs.runtime.directory import cut_lines, redacted
+from configs.runtime.role import say
+from configs.serving.flags import as_flags, server_options
+from tools import show
 
-PAUSE = 30  # s between two lines that report the time left
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # as vLLM names them
+WINDOW = 10  # steps that a warning looks at
+PAUSE = 30  # seconds, at least, between two lines about the time left, and between two pictures of a live run
+FLAT = 0.8  # of the groups: if more have no gradient, most of the sampling is wasted
+LOST = 0.05  # of the rollouts: if more are lost to errors, the others are no fair sample of the task
+CUT = 0.5  # of the rollouts: if more are cut off, rewards say little about what the policy can do
+# Nats per token. Engines with the same weights agree far better, to 0.001 in bf16; between versions, a KL of the second
+# size comes with importance weights that typically are off by half.
+SAME_KL = 0.05
+STALE_KL = 0.1
 
-# --- following files --------------------------------------------------------------------------------------------------
+# --- can anything be learned? -----------------------------------------------------------------------------------------
+
+REMEDY = "take easier rows or a finer reward if the mean is low, harder rows if it is high, or larger groups"
+LONGER = "raise orchestrator.sampling.max_tokens or max_seq_len, or reward brevity"
 
 
-class Batches:
-    """The lines of rollouts.jsonl, batch by batch."""
+def report(is_ok: bool, what: str, remedy: str) -> bool:
+    """Prints the outcome of a check, and returns it."""
+    say(f"check: PASS {what}" if is_ok else f"check: FAIL {what}: {remedy}")
+    return is_ok
 
-    def __init__(self, run):
-        self.run = run
-        self.lines = Lines(run / "rollouts.jsonl")
-        self.open = []  # lines of the batch that is still being written
 
-    def new(self, is_last):
-        """Yields the step and the lines of each batch that is complete. It is if the next one has begun, or if its file
-        exists: that comes after its last line, so one more look finds them all."""
-        complete = -1
-        while True:
-            for line in self.lines.new():
-                if self.open and line["step"] != self.open[0]["step"]:
-                    yield self.open[0]["step"], self.open
-                    self.open = []
-                self.open.append(line)
-            if not self.open:
-                return
-            step = self.open[0]["step"]
-            if step == complete:
-                yield step, self.open
-                self.open = []
-                return
-            if not (is_last or (self.run / "batches" / f"step_{step:06d}.safetensors").exists()):
-                return
-            complete = step
+def judge(name: str, groups: list[list[dict]]) -> bool:
+    """Reports what groups of rollouts (lines of rollouts.jsonl) show of an environment. Returns whether all is well."""
+    rollouts = sum(groups, [])
+    num = len(rollouts)
+    rewards = [r["reward"] for r in rollouts if r["reward"] is not None] or [math.nan]
+    dropped = Counter(group[0]["dropped"] for group in groups if group[0]["dropped"])
+    errors = Counter(r["error"] for r in rollouts if r["error"])
+    num_cut = sum(r["truncated"] for r in rollouts)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none dropped"
+    spread = f"mean reward {np.mean(rewards):.3f} ({min(rewards):.3g} to {max(rewards):.3g})"
+    what = f"{name}: {len(groups)} groups, {reasons}; {spread}"
+    remedy = REMEDY if dropped["flat"] else "raise max_seq_len or orchestrator.max_prompt_len"
+    has_signal = report(dropped["flat"] + dropped["long"] <= FLAT * len(groups), what, remedy)
+    cause = f", mostly: {errors.most_common(1)[0][0]}" if errors else ""
+    what = f"{name}: {errors.total()} of {num} rollouts were lost{cause}"
+    is_fair = report(errors.total() <= LOST * num, what, "the rest is no fair sample of the task")
+    is_whole = report(num_cut <= CUT * num, f"{name}: {num_cut} of {num} rollouts were cut off", LONGER)
+    return has_signal and is_fair and is_whole
 
+
+# --- warnings ---------------------------------------------------------------------------------------------------------
+
+
+def mean(lines: list[dict], key: str) -> float:
+    return float(np.mean([line[key] for line in lines if key in line] or [0.0]))
+
+
+def flat(lines: list[dict]) -> str:
+    num = sum(mean(lines, f"group/{reason}") for reason in ("kept", "flat", "failed", "long"))
+    share = mean(lines, "group/flat") / num
+    text = f"{share:.0%} of the groups have no gradient, since their rewards are equal (the mean is "
+    return f"{text}{mean(lines, 'reward/mean'):.3f}): {REMEDY}" if share > FLAT else ""
+
+
+def truncated(lines: list[dict]) -> str:
+    share = mean(lines, "rollout/truncated")
+    return f"{share:.0%} of the rollouts are cut off: {LONGER}" if share > CUT else ""
+
+
+def lost(lines: list[dict]) -> str:
+    share = mean(lines, "rollout/errors") / mean(lines, "rollout/num")
+    return f"{share:.0%} of the rollouts are lost: see `error` in rollouts.jsonl" if share > LOST else ""
+
+
+def mismatch(lines: list[dict]) -> str:
+    """Medians, since a single step may be far off. Rollouts of staleness 0 were sampled from the weights that they
+    train."""
+    start = "policy/kl_staleness"
+    kl = {}
+    for key in set().union(*lines):
+        values = [line[key] for line in lines if key in line]
+        if key.startswith(start) and len(values) >= len(lines) / 2:
+            kl[int(key.removeprefix(start))] = float(np.median(values))
+    if kl.get(0, 0.0) > SAME_KL:
+        return f"KL(sampler || policy) is {kl[0]:.2f} nats with the very same weights: trainer and vLLM do not agree"
+    if kl and kl[max(kl)] > STALE_KL:
+        remedy = "lower orchestrator.max_staleness or trainer.learning_rate"
+        return f"KL(sampler || policy) is {kl[max(kl)]:.2f} nats for rollouts {max(kl)} versions old: {remedy}"
+    return ""
+
+
+def starved(lines: list[dict]) -> str:
+    share = mean(lines, "time/wait_batch_s") / mean(lines, "time/step_s")
+    remedy = "raise inference.gpus, orchestrator.max_concurrent or max_staleness"
+    return f"the trainer waits {share:.0%} of the time for rollouts: {remedy}" if share > 0.5 else ""
+
+
+# HACK HERE: each gets the last WINDOW lines of metrics.jsonl, with what watch.jsonl has, and returns what is wrong and
+# which setting to change, or "".
+WARNINGS = (flat, truncated, lost, mismatch, starved)
 
 # --- numbers that the run does not write ------------------------------------------------------------------------------
 
 
-def kl_by_staleness(run, step):
-    """KL(sampler || policy) as k3, in nats, and the number of loss tokens, by the staleness of their sequences."""
-    from safetensors import safe_open
-
+def kl_by_staleness(run: Path, step: int) -> dict[str, float]:
+    """KL(sampler || policy) as k3, in nats, over the sampled tokens of each staleness."""
     batch = run / "batches" / f"step_{step:06d}.safetensors"
-    own = run / "batches" / f"logp_{step:06d}.safetensors"
-    if not (batch.exists() and own.exists()):  # a replay has its batches elsewhere
+    if not batch.exists():  # a replay has its batches elsewhere
         return {}
     with safe_open(batch, "numpy") as file:
-        mask_T = file.get_tensor("mask")
-        old_logp_T = file.get_tensor("old_logp")
-        lens = file.get_tensor("lens")
-        metadata = file.metadata()
-    with safe_open(own, "numpy") as file:
+        lens_S, mask_T, old_logp_T = (file.get_tensor(name) for name in ("lens", "mask", "old_logp"))
+        sequences = json.loads(file.metadata()["sequences"])
+    with safe_open(batch.with_name(f"logp_{step:06d}.safetensors"), "numpy") as file:
         logp_T = file.get_tensor("logp")
-    # Files of the former version say samples and age.
-    sequences = json.loads(metadata.get("sequences") or metadata["samples"])
-    staleness = [s.get("staleness", s.get("age", 0)) for s in sequences]
-    is_trained = [s.get("trainable", True) for s in sequences]
-    mask_T = mask_T & np.repeat(is_trained, lens)
-    staleness_N = np.repeat(staleness, lens)[mask_T]
-    log_r_N = (logp_T - old_logp_T)[mask_T].astype(np.float64).clip(-20, 5)  # as trainer.distance_from_sampler
-    kl_N = np.exp(log_r_N) - 1 - log_r_N
-    numbers = {}
-    for versions in sorted(set(staleness_N.tolist())):
-        these = staleness_N == versions
-        numbers[f"policy/kl_staleness{versions}"] = float(kl_N[these].mean())
-        numbers[f"policy/tokens_staleness{versions}"] = int(these.sum())
-    return numbers
+    is_sampled_T = mask_T & ~np.isnan(old_logp_T)
+    staleness_N = np.repeat([s.get("staleness", -1) for s in sequences], lens_S)[is_sampled_T]
+    log_r_N = (logp_T - old_logp_T)[is_sampled_T].astype(np.float64).clip(-20, 5)  # as trainer.compute_loss has it
+    k3_N = np.expm1(log_r_N) - log_r_N
+    versions = np.unique(staleness_N[staleness_N >= 0])
+    return {f"policy/kl_staleness{n}": float(k3_N[staleness_N == n].mean()) for n in versions}
 
 
-def percentiles(lines):
+def percentiles(lines: list[dict]) -> dict[str, float]:
     rewards = [line["reward"] for line in lines if line["reward"] is not None]
-    if not rewards:
-        return {}
-    return {f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 50, 90)}
+    return {f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 90) if rewards}
 
 
-def share_distinct(lines):
-    """Different answers in a group over its size, on average; 1 / G means that all G rollouts say the same."""
-    groups = {}
+def numbers_of(lines: list[dict]) -> dict[str, float]:
+    """Of the rollouts of one environment, what metrics.jsonl has of the whole batch."""
+    columns = defaultdict(list)
     for line in lines:
-        answers = groups.setdefault((line["env"], line["group"]), set())
-        answers.add(json.dumps(line["completion"], sort_keys=True))
-    return sum(map(len, groups.values())) / len(lines)
-
-
-def numbers_of_batch(lines):
-    """What watch.jsonl has about a batch's rollouts. If it mixes environments, env/<name>/ has most of what
-    metrics.jsonl has, for each of them."""
-    numbers = percentiles(lines) | {"rollout/distinct": share_distinct(lines)}
-    names = sorted({line["env"] for line in lines})
-    if len(names) > 1:
-        for name in names:
-            found = numbers_of_environment([line for line in lines if line["env"] == name])
-            numbers |= {f"env/{name}/{key}": value for key, value in found.items()}
-    return numbers
-
-
-def numbers_of_environment(lines):
-    values = {
-        "reward/mean": [line["reward"] for line in lines if line["reward"] is not None],
-        "rollout/truncated": [line["truncated"] for line in lines],
-        "rollout/turns": [line["num_turns"] for line in lines],
-    }
-    for line in lines:
+        columns["rollout/truncated"].append(line["truncated"])
+        columns["rollout/turns"].append(line["num_turns"])
+        if line["reward"] is not None:
+            columns["reward/mean"].append(line["reward"])
         for function, value in line["metrics"].items():
-            values.setdefault(f"reward/{function}", []).append(value)
-    numbers = {key: float(np.mean(found)) for key, found in values.items() if found}
-    if values["reward/mean"]:
-        numbers["reward/std"] = float(np.std(values["reward/mean"]))
-    numbers |= percentiles(lines) | {"rollout/distinct": share_distinct(lines)}
-    numbers["rollout/num"] = len(lines)
-    numbers["rollout/errors"] = sum(bool(line["error"]) for line in lines)
-    numbers |= dict.fromkeys(("group/kept", "group/flat", "group/failed", "group/long", "group/empty"), 0)
-    dropped = {line["group"]: line["dropped"] for line in lines}
-    for why in dropped.values():
-        word = re.split(r"\W", why)[0] or "kept"  # files of the former version say "flat at reward 1"
-        numbers[f"group/{word}"] = numbers.get(f"group/{word}", 0) + 1
-    return numbers
+            columns[f"reward/{function}"].append(value)
+    numbers = {key: float(np.mean(values)) for key, values in columns.items()} | percentiles(lines)
+    numbers |= {"rollout/num": len(lines), "rollout/errors": sum(bool(line["error"]) for line in lines)}
+    reasons = Counter(group[0]["dropped"] or "kept" for group in grouped(lines, "group", "attempt"))
+    return numbers | {f"group/{reason}": reasons[reason] for reason in ("kept", "flat", "failed", "long")}
+
+
+def grouped(lines: list[dict], *keys: str) -> list[list[dict]]:
+    """Those that have the same values, in the order in which these appear."""
+    groups = defaultdict(list)
+    for line in lines:
+        groups[*(line[key] for key in keys)].append(line)
+    return list(groups.values())
 
 
 # --- what it prints ---------------------------------------------------------------------------------------------------
 
 
-def show_rollout(step, lines, most=600):
-    """Prints one rollout of a batch, a different one at each step, with the parts of its reward."""
-    scored = [line for line in lines if line["reward"] is not None]
-    if not scored:
-        return
-    line = scored[step * 7919 % len(scored)]
-    same = [x for x in scored if x["env"] == line["env"] and x["group"] == line["group"]]
-    group = [x["reward"] for x in same]
-    advantage = line["reward"] - sum(group) / len(group)
-    why = f"not trained on: {line['dropped']}" if line["dropped"] else f"{advantage:+.3f} against its group"
-    text = f"rollout of step {step}: {line['env']}, row {line['example']}: {summary(line)}, {why}"
-    for message in as_messages(line["prompt"]) + as_messages(line["completion"]):
-        content = text_of(message)
+def show_rollout(lines: list[dict], step: int, most: int = 600):
+    """Prints one rollout of a batch, with the parts of its reward."""
+    line = lines[step * 7919 % len(lines)]
+    score = line["error"] or "unscored"
+    if line["reward"] is not None:
+        parts = [f"{name} {value:.3g}" for name, value in line["metrics"].items()]
+        score = f"reward {line['reward']:.3f} ({', '.join(parts)})"
+    dropped = f", dropped: {line['dropped']}" if line["dropped"] else ""
+    text = f"rollout of step {step}: {line['env']}, row {line['example']}: {score}{dropped}"
+    for message in show.as_messages(line["prompt"]) + show.as_messages(line["completion"]):
+        content = show.text_of(message)
         if len(content) > most:
             content = f"{content[: most // 2]} [...] {content[-most // 2 :]}"
-        speaker = f"{message.get('role', 'text')}:"
-        for row in printable(content).split("\n"):
+        speaker = f"{message['role']}:"
+        for row in show.printable(content).split("\n"):
             text += f"\nrollout | {speaker:>10} {row}"
             speaker = ""
     say(text)
 
 
-def serving_flags(final, config):
-    """The flags with which vLLM serves a run's final/ as the run's own servers served the policy, and the name of the
-    model that requests must ask for."""
-    trainer = config.get("trainer", {})
-    options = {"model": from_root(final), "host": "127.0.0.1"}
-    options["dtype"] = DTYPES.get(trainer.get("dtype"))
-    options["max_model_len"] = config.get("max_seq_len")
-    options["chat_template"] = config.get("chat_template")
-    if trainer.get("head_dtype"):
-        options["hf_overrides"] = {"head_dtype": "float32"}
-    given = redacted(config.get("inference", {}).get("args", {}))
-    options |= {key: value for key, value in given.items() if value != "REDACTED"}
-    if options.get("tensor_parallel_size") == 1:  # as without it
-        del options["tensor_parallel_size"]
-    name = options["model"]
-    adapter = final / "adapter_config.json"
-    if adapter.exists():
-        rank = json.loads(adapter.read_text())["r"]
-        options["lora_modules"] = f"final={name}"
-        options["model"] = os.path.expanduser(config["model"])
-        options["enable_lora"] = True
-        options["max_lora_rank"] = max(8, 1 << (rank - 1).bit_length())  # vLLM takes powers of two up to 512
-        name = "final"
-    return as_flags({key: value for key, value in options.items() if value not in (None, "")}), name
+def commands(run: Path, cfg) -> list[str]:
+    """Two lines for a shell in the repository's directory: one serves final/ as the run's own servers served the
+    policy, the other evaluates what the first serves."""
+    python = show.from_root(sys.executable)
+    final = show.from_root(run / "final")
+    served = server_options(cfg, "final", True, False)
+    keys = ["host", "dtype", "max_model_len", "chat_template", "hf_overrides", *cfg.inference.args]
+    options = {"model": final, "served_model_name": "final"}
+    options |= {key: served[key] for key in keys if served.get(key, "REDACTED") != "REDACTED"}
+    if cfg.trainer.use_lora:
+        options |= {"model": cfg.run.model, "served_model_name": "base", "lora_modules": f"final={final}"}
+        options |= {"enable_lora": True, "max_lora_rank": max(8, 1 << (cfg.trainer.lora_rank - 1).bit_length())}
+    evaluate = [python, "tools/evaluate.py", show.from_root(run / "config.toml"), "--eval"]
+    evaluate += ["--base-url", "http://127.0.0.1:8000/v1", "--model", "final"]
+    return [shlex.join([python, "-m", "configs.serving.server", *as_flags(options)]), shlex.join(evaluate)]
 
 
-def commands(run, config):
-    """Two lines for a shell in the repository's directory: one serves the result of a run, the other evaluates it."""
-    python = from_root(sys.executable)
-    flags, name = serving_flags(run / "final", config)
-    serve = [python, "-m", "configs.serving.server", *flags]
-    evaluate = [python, "tools/evaluate.py", from_root(run / "config.toml"), "--eval"]
-    evaluate += ["--base-url", "http://127.0.0.1:8000/v1", "--model", name]
-    return shlex.join(serve), shlex.join(evaluate)
+# --- trackers ---------------------------------------------------------------------------------------------------------
 
 
-def clock(seconds):
-    """Seconds as minutes:seconds, or hours:minutes:seconds."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+class Tracker:
+    """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
+    that a resumed run trains again are not sent again. Account and place are set as the tracker wants it:
+    WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR, ..."""
+
+    COLUMNS = ["step", "env", "example", "rollout", "reward", "truncated", "prompt", "completion"]
+
+    def __init__(self, name: str, run: Path, cfg):
+        self.name = name
+        self.file = run / "tracker.json"
+        self.sent = {"tracker": name, "id": f"{run.name}-{os.urandom(4).hex()}"}
+        known = json.loads(self.file.read_text()) if self.file.exists() else self.sent
+        if known["tracker"] == name:  # another tracker gets all of it
+            self.sent = known
+        self.write()  # another attempt must find the id
+        if name == "tensorboard":
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(run / "tensorboard")
+            return
+        self.module = importlib.import_module(name)
+        place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": os.environ.get("ROLEMODEL_GROUP")}
+        place |= {"name": self.sent["id"], "resume": "allow", "config": redacted(cfg.flat)}
+        if name == "trackio":
+            self.module.init(**place, embed=False)
+        else:
+            self.module.init(**place, id=self.sent["id"], dir=run)
+            self.module.define_metric("*", step_metric="version")
+
+    def log(self, kind: str, version: int, values: dict):
+        """values: {name: a number, or a table of the tracker's}."""
+        if version <= self.sent.get(kind, -1):
+            return
+        if self.name == "tensorboard":
+            for key, value in values.items():
+                self.writer.add_scalar(key, value, version)
+        elif self.name == "trackio":
+            self.module.log(values, step=version)
+        else:
+            self.module.log(values | {"version": version})
+        self.sent[kind] = version
+
+    def add_step(self, line: dict, rollouts: list[dict]):
+        """A line of metrics.jsonl and, at every tenth, a table of the batch's first rollouts."""
+        self.log("metrics", line["version"], {key: x for key, x in line.items() if "/" in key or key == "loss"})
+        if line["step"] % 10 or not rollouts or self.name == "tensorboard":
+            return
+        rows = []
+        for rollout in rollouts[:64]:
+            texts = {}
+            for key in ("prompt", "completion"):
+                messages = show.as_messages(rollout[key])
+                texts[key] = "\n".join(f"{message['role']}: {show.text_of(message)}" for message in messages)
+            rows.append([(rollout | texts)[column] for column in self.COLUMNS])
+        self.log("rollouts", line["version"], {"rollouts": self.module.Table(columns=self.COLUMNS, data=rows)})
+
+    def add_evaluation(self, line: dict):
+        name = f"eval/{line['env']}"
+        numbers = {f"{name}/{key}": x for key, x in line.items() if type(x) in (int, float) and key != "step"}
+        self.log(name, line["step"], numbers)
+
+    def save(self):
+        """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash it
+        gets them again."""
+        if self.name == "tensorboard":
+            self.writer.flush()
+        if self.name != "wandb":
+            self.write()
+
+    def finish(self):
+        if self.name == "tensorboard":
+            self.writer.close()
+        else:
+            self.module.finish()
+        if self.name == "wandb":
+            self.module.teardown()  # finish() does not wait for wandb's own process, which writes its file
+        self.write()
+
+    def write(self):
+        self.file.write_text(json.dumps(self.sent))
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
 class Watch:
-    """What has been seen of a run and reported. Steps that a live run had done before are not reported again."""
+    """What has been seen of a run, and reported."""
 
-    def __init__(self, run, tracker, is_live):
+    def __init__(self, run: Path, tracker: str, is_live: bool):
         self.run = run
-        file = run / "config.toml"
-        self.config = tomllib.loads(file.read_text()) if file.exists() else {}  # replays of former versions have none
-        self.metrics = Lines(run / "metrics.jsonl")
-        self.evals = Lines(run / "eval.jsonl")
-        self.batches = Batches(run)
-        self.numbers = {}  # {step: numbers_of_batch} until its line in metrics.jsonl comes
-        self.added = self.read_own()  # {step: its line in watch.jsonl}
-        before = [line["step"] for line in Lines(run / "metrics.jsonl").new()] if is_live else []
+        self.cfg = load_config(run / "config.toml")
+        self.metrics = show.Lines(run / "metrics.jsonl")
+        self.evals = show.Lines(run / "eval.jsonl")
+        self.rollouts = self.follow(show.Lines(run / "rollouts.jsonl"))
+        self.next_rollout = None  # read, but of a later batch
+        cut_lines(run / "watch.jsonl", math.inf)  # the half line of a killed process
+        self.added = {line["step"]: line for line in show.Lines(run / "watch.jsonl").new()}
+        # What a live run had done before is not reported again, nor are steps after its checkpoint, which it repeats.
+        before = [line["step"] for line in show.Lines(run / "metrics.jsonl").new()] if is_live else []
         self.first = max(before, default=-1) + 1
-        self.first_rows = {}  # {environment: step and rows of its first evaluation}
-        self.gains = {}  # {environment: what its last evaluation gained on its first, in words}
+        self.first_evals = {}  # {environment: the line of its first evaluation}
+        self.results = {}  # {environment: its last evaluation, in words}
         self.window = deque(maxlen=WINDOW)
-        self.warned = {}
-        self.losing = set()  # environments whose last evaluation lost many rollouts
+        self.warned = set()
         self.seconds = Counter()
         self.is_live = is_live
-        self.start = None  # the first step reported
-        self.tenths = 0  # of the run, when the time left was last reported
-        self.told = 0.0  # when that was
+        self.start = None  # the first line of metrics.jsonl that was reported
+        self.told = (0, 0.0)  # at which tenth of the run, and when, the time left was last reported
         self.is_drawn = True
         self.drawn = time.monotonic()  # when curves.png was
-        self.began = time.monotonic()
-        self.page = None  # the process that writes page.html
-        overrides = os.environ.get("ROLEMODEL_OVERRIDES", "")  # the launcher's: the servers of this run
-        self.urls = re.findall(r'http[^"]+', overrides) if is_live else []
-        self.before = server_pages(self.urls)  # a server may have run before
-        self.tracker_name = tracker or self.config.get("tracker", "")
         self.tracker = None
+        self.tracker_name = tracker or self.cfg.run.tracker
 
-    def read_own(self):
-        """The lines of watch.jsonl. The half line of a killed process is cut off."""
-        own = Lines(self.run / "watch.jsonl")
-        added = {line["step"]: line for line in own.new()}
-        if own.path.exists() and own.path.stat().st_size > own.position:
-            os.truncate(own.path, own.position)
-        return added
+    def attempt(self, what: str, work, *args) -> bool:
+        """Calls what is not worth the rest: pictures and trackers, which are other people's code, and perhaps need a
+        network. Returns whether it succeeded."""
+        try:
+            work(*args)
+        except Exception as e:
+            traceback.print_exc()
+            say(f"warning: {what} failed: {type(e).__name__}: {e}")
+            return False
+        return True
 
-    def look(self, is_last):
+    def track(self, method: str, *args):
+        def call():
+            self.tracker = self.tracker or Tracker(self.tracker_name, self.run, self.cfg)
+            getattr(self.tracker, method)(*args)
+
+        if self.tracker_name and not self.attempt("the tracker", call):
+            self.tracker_name = ""  # going on would leave a gap; --once sends what is missing
+
+    def follow(self, lines: show.Lines):
+        """Yields lines as they come, and None where there is none yet."""
+        while True:
+            yield from lines.new()
+            yield None
+
+    def rollouts_of(self, step: int) -> list[dict]:
+        """The lines of a batch that has been trained on: they were written before."""
+        found = []
+        line = self.next_rollout or next(self.rollouts)
+        while line and line["step"] <= step:
+            if line["step"] == step:
+                found.append(line)
+            line = next(self.rollouts)
+        self.next_rollout = line
+        return found
+
+    def look(self):
         """Takes in what is new."""
-        steps = list(self.metrics.new())  # before the batches, which are complete once a step has its line
-        for step, lines in self.batches.new(is_last):
-            if step >= self.first:
-                self.report_batch(step, lines)
-            self.track("add_rollouts", step, lines)
-            self.numbers[step] = numbers_of_batch(lines)
-        for line in steps:
-            self.add_step(line)
+        for line in self.metrics.new():
+            rollouts = self.rollouts_of(line["step"])
+            line = self.added_to(line, rollouts)
+            self.track("add_step", line, rollouts)
+            if line["step"] >= self.first and rollouts:  # a replay has none: it moves away from the sampler as it must
+                self.report_step(line, rollouts)
         for line in self.evals.new():
             self.is_drawn = False
-            self.add_evaluation(line)
-        if not (self.is_drawn or is_last) and time.monotonic() - self.drawn > 20:  # it takes a second
-            self.draw()
-            if self.has_time_for_page():
-                self.write_page()
+            self.report_evaluation(line)
+        if not self.is_drawn and time.monotonic() > self.drawn + PAUSE:
+            self.attempt("curves.png", self.draw)
         self.track("save")
 
-    def report_batch(self, step, lines):
-        if step == 0:
-            groups = {}
-            for line in lines:
-                mine = groups.setdefault(line["env"], {})
-                mine.setdefault(line["group"], []).append(line)
-            for name in sorted(groups):
-                judge(name, list(groups[name].values()))
-        every = self.config.get("show_every", 0)
-        if every and step % every == 0:
-            show_rollout(step, lines)
-
-    def add_step(self, line):
+    def added_to(self, line: dict, rollouts: list[dict]) -> dict:
+        """A line of metrics.jsonl with what watch.jsonl has of its step."""
         step = line["step"]
-        numbers = self.numbers.pop(step, {})
-        if self.added.get(step, {}).get("time") != line["time"]:  # new, or trained again
-            known = self.added.get(step, {})  # rollouts.jsonl is not written again for a step that is trained again
-            added = known | {"step": step, "time": line["time"]} | kl_by_staleness(self.run, step) | numbers
+        if step not in self.added:
+            added = {"step": step} | percentiles(rollouts) | kl_by_staleness(self.run, step)
+            environments = grouped(rollouts, "env")
+            for mine in environments if len(environments) > 1 else ():
+                added |= {f"env/{mine[0]['env']}/{key}": value for key, value in numbers_of(mine).items()}
             self.added[step] = added
             with open(self.run / "watch.jsonl", "a") as file:
                 file.write(json.dumps(added) + "\n")
-        line = self.added[step] | line
-        self.track("add_metrics", line)
-        if step < self.first or is_replay(self.run):  # which moves away from the sampler, and waits for nobody
-            return
-        for part in ("step", "train", "wait_batch", "sync", "checkpoint"):
-            self.seconds[part] += line.get(f"time/{part}_s") or 0
+        return self.added[step] | line
+
+    def report_step(self, line: dict, rollouts: list[dict]):
+        step = line["step"]
+        if step == 0:
+            for mine in grouped(rollouts, "env"):
+                judge(mine[0]["env"], grouped(mine, "group", "attempt"))
+        if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
+            show_rollout(rollouts, step)
+        for part in ("step", "train", "wait_batch", "sync"):
+            self.seconds[part] += line[f"time/{part}_s"]
         self.window.append(line)
         if (step + 1) % WINDOW == 0 and len(self.window) == WINDOW:
-            found = warnings(self.window)
-            for kind in found.keys() - self.warned.keys():
-                say(f"warning: steps {step + 1 - WINDOW} to {step}: {found[kind]}")
-            self.warned = found
-        self.report_progress(line)
+            for warning in WARNINGS:
+                text = warning(self.window)
+                self.warn(warning.__name__, text and f"steps {step + 1 - WINDOW} to {step}: {text}")
+        self.report_time(line)
 
-    def add_evaluation(self, line):
-        """Adds to an evaluation what its rows say: the reward's interval, and the gain over the first evaluation."""
-        env = line["env"]
-        step = line["step"]
-        first_step, first_rows = self.first_rows.setdefault(env, (step, line["rows"]))
-        found = eval_statistics(line["rows"], first_rows)
-        self.track("add_evaluation", line | found)
-        if step >= self.first:
-            self.warn_of_lost(line)
-        if step == first_step:
-            return
-        reward = line["reward/mean"]
-        gain = ""
-        if found["gain"] is not None:  # there are two rows or more
-            gain = f", gain {found['gain']:+.3f} +- {found['gain_ci95']:.3f}"
-        self.gains[env] = f"{env}: reward {reward:.3f}{gain} in {step - first_step} steps"
-        if step > self.first and gain:
-            say(f"eval {step} | {env}: reward {with_interval(reward, found['ci95'])}{gain}")
-
-    def warn_of_lost(self, line):
-        """Warns if an evaluation lost many rollouts, unless the environment's last one did as well."""
-        what = f"evaluation {line['step']} of {line['env']}"
-        num = len(line["rows"]) * line.get("k", 1)
-        as_zero = line.get("reward/lost_as_0")
-        text = lost_in_evaluation(what, line.get("errors", 0), num, line["reward/mean"], as_zero)
-        if text and line["env"] not in self.losing:
+    def warn(self, name: str, text: str):
+        """Prints a warning, unless it was printed the last time as well. text: "" if all is well."""
+        if text and name not in self.warned:
             say(f"warning: {text}")
-        self.losing.discard(line["env"])
+        self.warned.discard(name)
         if text:
-            self.losing.add(line["env"])
+            self.warned.add(name)
 
-    def report_progress(self, line):
-        """Shows a bar on a terminal, and reports the time left: at most at each tenth of the run and every PAUSE."""
-        num = self.config.get("max_steps")
-        self.start = self.start or line
-        began = max(self.told, self.start["time"])
-        steps = line["step"] - self.start["step"]
-        done = line["step"] + 1
-        if not (num and self.is_live and 0 < steps and done < num):
+    def report_evaluation(self, line: dict):
+        env = line["env"]
+        first = self.first_evals.setdefault(env, line)
+        statistics = show.eval_statistics(line["rows"], first["rows"])
+        self.track("add_evaluation", line | statistics)
+        steps = line["step"] - first["step"]
+        self.results[env] = f"{env}: reward {show.with_interval(line['reward/mean'], statistics['ci95'])}"
+        if steps and statistics["gain"] is not None:  # there are two rows or more
+            gain = show.with_interval(statistics["gain"], statistics["gain_ci95"])
+            self.results[env] += f", gain {gain} in {steps} steps"
+        if line["step"] < self.first:
             return
-        left = clock((num - done) * (line["time"] - self.start["time"]) / steps)
-        if sys.stderr.isatty():
-            bar = "#" * (done * 30 // num)
-            sys.stderr.write(f"\r[{bar:<30}] {done}/{num}  {left} left \r")
-            sys.stderr.flush()
-        tenths = 10 * done // num
-        if tenths > self.tenths and line["time"] - began >= PAUSE:
+        say(f"eval {line['step']} | {self.results[env]}")
+        num = len(line["rows"]) * self.cfg.eval.rollouts_per_example
+        text = f"evaluation {line['step']} of {env} lost {line['errors']} of {num} rollouts, which count in no mean: "
+        text += f"its reward would be {line['reward/lost_as_0']:.3f} if they counted as 0"
+        self.warn(f"evaluation of {env}", text if line["errors"] > LOST * num else "")
+
+    def report_time(self, line: dict):
+        """The time left: at most at each tenth of the run, and every PAUSE seconds."""
+        self.start = self.start or line
+        num = self.cfg.run.max_steps
+        done = line["step"] + 1
+        tenth, told = self.told
+        passed = line["time"] - self.start["time"]
+        if self.is_live and 10 * done // num > tenth and line["time"] > max(told, self.start["time"]) + PAUSE:
+            left = timedelta(seconds=round((num - done) * passed / (line["step"] - self.start["step"])))
             say(f"time: {done} of {num} steps are done, {left} left")
-            self.tenths = tenths
-            self.told = line["time"]
+            self.told = (10 * done // num, line["time"])
 
     def draw(self):
-        from tools.plot import plot
+        from tools import plot
 
         self.is_drawn = True
         self.drawn = time.monotonic()
-        try:
-            plot([self.run], self.run / "curves.png")
-        except Exception:  # a picture is not worth the rest
-            traceback.print_exc()
-
-    def has_time_for_page(self):
-        """Whether none is being written, and those before took at most a twentieth of the time."""
-        if self.page is None:
-            return True
-        is_done = self.page.poll() is not None
-        return is_done and os.times().children_user < (time.monotonic() - self.began) / 20
+        plot.plot([self.run], self.run / "curves.png")
 
     def write_page(self):
-        """Has page.html written by a process of its own, since that takes torch and some seconds, for which the run
-        shall not wait."""
-        command = ["nice", "-n", "9", sys.executable, str(ROOT / "tools" / "page.py"), str(self.run)]
-        self.page = subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=end_with_parent)
+        from tools import page
 
-    def write_last_page(self):
-        """Writes page.html once more, if there was an evaluation, and waits for it. The page is not worth the rest,
-        either: if it fails, that is said."""
-        if not self.first_rows:
-            return
-        if self.page:
-            self.page.wait()
-        self.write_page()
-        if self.page.wait():
-            again = shlex.join([from_root(sys.executable), "tools/page.py", from_root(self.run)])
-            say(f"warning: page.html lacks the last steps (exit={self.page.returncode}, see watch.log): {again}")
-
-    def track(self, method, *args):
-        """Calls the tracker, which is other people's code and perhaps a network. If it fails, the rest goes on."""
-        if not self.tracker_name:
-            return
-        try:
-            if self.tracker is None:
-                from tools.track import Tracker
-
-                self.tracker = Tracker(self.tracker_name, self.run, self.config)
-            getattr(self.tracker, method)(*args)
-        except Exception as e:
-            traceback.print_exc()
-            again = ["tools/watch.py", from_root(self.run), "--once", "--tracker", self.tracker_name]
-            later = shlex.join([from_root(sys.executable), *again])
-            say(f"warning: the tracker failed ({type(e).__name__}: {e}), see the log; to send it later: {later}")
-            self.tracker_name = ""
-
-    def begin(self):
-        config = self.config
-        if "orchestrator" not in config or is_replay(self.run):
-            return
-        every = config["eval"]["every"]
-        evaluated = f"evaluated every {every} steps" if every else "never evaluated"
-        o = config["orchestrator"]
-        size = f"{o['batch_size']} rollouts each, in groups of {o['rollouts_per_example']}"
-        # Steps after the last checkpoint are trained again.
-        done = max((int(path.name[5:]) for path in self.run.glob("checkpoints/step_??????")), default=0)
-        if not self.is_live and (self.run / "done").exists():
-            done = int((self.run / "done").read_text())
-        num = config["max_steps"]
-        steps = f"steps {done} to {num - 1}" if done < num else f"all {num} steps are done"
-        say(f"run: {config['model']}, {steps}, {size}, {evaluated}; files in {self.run}")
+        page.main([str(self.run)])
 
     def end(self):
-        if self.seconds["step"]:
-            say(where_time_goes(self.seconds, self.before, server_pages(self.urls)))
+        whole = self.seconds["step"]
+        if whole:
+            train, wait, sync = (self.seconds[part] / whole for part in ("train", "wait_batch", "sync"))
+            say(f"time: {whole:.0f} s, {train:.0%} training, {wait:.0%} waiting for rollouts, {sync:.0%} syncing")
         self.track("finish")
-        self.draw()
-        if not (self.run / "done").exists() or not (self.run / "final").exists():
+        self.attempt("curves.png", self.draw)
+        if not (self.run / "done").exists():
             return
-        learned = "; ".join(self.gains.values()) or "no evaluation (eval.every)"
-        say(f"result: {learned}")
-        for command in commands(self.run, self.config):
+        say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
+        for command in commands(self.run, self.cfg):
             say(f"result: {command}")
-        self.write_last_page()
+        self.attempt("page.html", self.write_page)
 
 
-def main(argv):
+def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=run_with("config.toml", "metrics.jsonl"))
+    parser.add_argument("run", type=show.run_with("config.toml"))
     parser.add_argument("--once", action="store_true", help="read what exists, and do not wait for more")
     parser.add_argument("--tracker", choices=("wandb", "trackio", "tensorboard"), help="default: the configuration's")
     args = parser.parse_args(argv)
-    stop = []
+    stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):  # the launcher aborts roles of a run that hangs
-        signal.signal(number, lambda *_: stop.append(True))
-    is_live = not (args.once or is_finished(args.run))
-    watch = Watch(args.run, args.tracker, is_live)
-    watch.begin()
+        signal.signal(number, lambda *_: stopped.set())
+    watch = Watch(args.run, args.tracker, is_live=not (args.once or show.is_finished(args.run)))
     is_last = False
     while not is_last:
-        is_last = args.once or bool(stop) or is_finished(args.run)
-        watch.look(is_last)
-        time.sleep(0 if is_last else 1)
+        is_last = args.once or stopped.is_set() or show.is_finished(args.run)
+        watch.look()
+        stopped.wait(0 if is_last else 1)
     watch.end()
 
 
