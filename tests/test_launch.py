@@ -1,0 +1,277 @@
+"""launch.py: what it would start, and what becomes of a run whose processes are killed, stopped or starved."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from conftest import BASE, all_batches, lines, start, write_run
+from safetensors.torch import load_file
+
+import launch as launcher
+from configs import load_config
+from configs.runtime import machine as machines
+from configs.runtime.machine import Machine
+from configs.runtime.role import ConfigError, NumericsError, exit_code, say
+from launch import plan
+
+# --- what it would start, on machines that are not here ---------------------------------------------------------------
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """planned("inference.gpus=2", gpus=[...]) -> {name: role}."""
+
+    def make(*overrides, gpus=(), has_model=True):
+        (tmp_path / "some.toml").write_text(BASE.format(model="m"))
+        cfg = load_config(tmp_path / "some.toml", overrides)
+        num = 0 if cfg.inference.urls else cfg.inference.gpus // cfg.inference.args["tensor_parallel_size"]
+        ports = [20001 + i for i in range(num)]
+        machine = Machine(list(gpus), 8, ports, "/tmp", has_model, {"ROLEMODEL_RUN_ID": "name"}, ["some.toml"])
+        return {role.name: role for role in plan(cfg, machine)}
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "gpus, overrides, expected",
+    [
+        ("", [], {"inference": "", "trainer": ""}),
+        ("0", [], {"inference": "0", "trainer": "0"}),  # shared
+        ("7 5 3", ["inference.gpus=2"], {"inference": "7", "inference1": "5", "trainer": "3"}),
+        ("0 1 2", ["inference.gpus=2", "trainer.gpus=2"], {"inference": "0", "inference1": "1", "trainer": "1,2"}),
+        ("0 1 2 3", ["inference.gpus=2", "trainer.gpus=2", "inference.args.tensor_parallel_size=2"],
+         {"inference": "0,1", "trainer": "2,3"}),
+        ("0 1", ['inference.urls=["http://127.0.0.1:8000"]', "trainer.gpus=2"], {"trainer": "0,1"}),
+    ],
+)  # fmt: skip
+def test_devices(gpus, overrides, expected, planned):
+    """The first for servers, the next for ranks; the orchestrator has none."""
+    roles = planned(*overrides, gpus=gpus.split())
+    assert {name: role.env["CUDA_VISIBLE_DEVICES"] for name, role in roles.items()} == {"orchestrator": ""} | expected
+    with pytest.raises(ConfigError, match="GPUs for vLLM"):
+        planned("inference.gpus=5", gpus="0123")
+
+
+def test_a_shared_gpu_and_flags(planned):
+    """The trainer waits for vLLM, which counts free memory; NCCL refuses two ranks on a GPU."""
+    roles = planned(gpus="0")
+    assert roles["trainer"].after == [20001] and 'sync_backend = "gloo"' in roles["trainer"].env["ROLEMODEL_OVERRIDES"]
+    assert not planned(gpus="01")["trainer"].after
+    argv = " ".join(planned("trainer.use_lora=true", "trainer.dtype=bf16", "inference.args.x_y=1")["inference"].argv)
+    known = "--model m, --host 127.0.0.1, --port 20001, --max-model-len 64, --dtype bfloat16, --enable-lora, --x-y 1"
+    known += ", --max-loras 4, --served-model-name name, --logprobs-mode processed_logprobs, --generation-config vllm"
+    known += ", --worker-extension-cls configs.serving.cpu_receiver.WeightReceiver"
+    for flag in known.split(", "):
+        assert f"{flag} " in f"{argv} "
+    with pytest.raises(ConfigError, match="'max_model_len'.* set by launch.py"):
+        planned("inference.args.max_model_len=9")
+    assert list(planned("prepare=x.py"))[0] == "prepare" and list(planned(has_model=False))[0] == "download"
+
+
+def test_what_the_machine_has(make_cfg, tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: H100 (UUID: GPU-2a)'\necho 'GPU 1: H100 (UUID: GPU-2b)'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for visible, expected in (("", []), ("1,0", ["1", "0"]), ("-1", [])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        found = machines.look_around(make_cfg("inference.gpus=2"), [], "tmp")
+        assert found.gpus == expected and len(set(found.ports)) == 2 and found.has_model
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert machines.look_around(make_cfg(), [], "tmp").gpus == ["0", "1"]
+    with pytest.raises(OSError, match="more than the disk has left"):
+        monkeypatch.setattr(machines.shutil, "disk_usage", lambda path: SimpleNamespace(free=1e8))
+        machines.check_space(tmp_path, make_cfg())
+    machines.check_space(tmp_path, make_cfg("trainer.use_lora=true"))
+
+
+def test_exit_codes_and_causes(tmp_path):
+    assert (exit_code(OSError(28, "full")), exit_code(ValueError()), exit_code(NumericsError())) == (6, 3, 5)
+    (tmp_path / "logs").mkdir()
+    log = "=== earlier\nKeyError: old\n=== now\n(EngineCore pid=12) ERROR 11-25 [core.py:1] {}\n"
+    log += "RuntimeError: Engine core initialization failed. See root cause above.\n"
+    (tmp_path / "logs" / "inference.log").write_text(log.format("torch.AcceleratorError: illegal instruction"))
+    found = launcher.failure(tmp_path, "inference", "its engine died")
+    assert str(found).startswith("its engine died; torch.AcceleratorError: illegal instruction (role=inference exit=3")
+    (tmp_path / "logs" / "trainer.log").write_text("")
+    reports = [("trainer", "5", "no finite gradient"), ("orchestrator", "3", "later")]
+    found = launcher.failure(tmp_path, "inference", "its engine died", reports)
+    assert found.code == 5 and str(found).startswith("no finite gradient (role=trainer exit=5 log=")
+
+
+def test_a_stopped_terminal_blocks_nobody():
+    reader, writer = os.openpty()
+    signal.alarm(20)
+    for _ in range(2000):
+        say("x" * 80, writer)
+    signal.alarm(0)
+    os.close(reader)
+    os.close(writer)
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+STEPS = 4
+TASK = "{ num_turns = 1, num_rows = 16 }"
+HOW = (f"max_steps={STEPS}", "checkpoint.every=2", "eval.every=2", "orchestrator.max_staleness=0")
+PATTERNS = {"agent": "distributed.run", "server": "fake_vllm", "rank": "trainer.py", "orchestrator": "orchestrator.py"}
+NAMES = {"server": "inference", "engine": "inference", "agent": "trainer", "rank": "trainer"}
+
+
+def role_of(process):
+    if process.name().startswith("VLLM::"):
+        return "engine"
+    words = " ".join(process.cmdline())
+    return next((role for role, pattern in PATTERNS.items() if pattern in words), words)
+
+
+class Run:
+    """launch.sh in the background, and all that descends from it."""
+
+    def __init__(self, path, model, *overrides, before=(), **env):
+        self.dir = path / "run"
+        self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
+        for log in self.dir.glob("logs/*"):
+            log.unlink()
+        toml = write_run(path, model, STEPS, TASK)
+        env = {"SERVER": f"{sys.executable} tests/fake_vllm.py", "WATCH": ""} | env
+        env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        self.process = start([*before, "bash", "launch.sh", str(toml), *HOW, *overrides], self.log, **env)
+        self.known = {}  # {pid: process} of all that it has been seen to start
+
+    def text(self):
+        return "".join(path.read_text(errors="replace") for path in [self.log, *self.dir.glob("logs/*")])
+
+    def processes(self):
+        """{role: process} of what is alive."""
+        found = {}
+        with suppress(psutil.Error):
+            self.known |= {p.pid: p for p in psutil.Process(self.process.pid).children(recursive=True)}
+        for p in self.known.values():
+            with suppress(psutil.Error):
+                if p.status() != psutil.STATUS_ZOMBIE:
+                    found[role_of(p)] = p
+        return found
+
+    def wait_for(self, found):
+        deadline = time.monotonic() + 120
+        while not (value := found()):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
+            time.sleep(0.05)
+        return value
+
+    def kill(self, role, number=signal.SIGKILL):
+        self.wait_for(lambda: role == "launch.sh" or role in self.processes())
+        process = self.process if role == "launch.sh" else self.processes()[role]
+        process.send_signal(number)
+
+    def end(self, code):
+        """Waits for the end, after which nothing is left. Returns the last line of the console."""
+        while self.process.poll() is None:
+            self.processes()
+            time.sleep(0.1)
+        assert self.process.returncode == code, self.text()
+        psutil.wait_procs(self.known.values(), timeout=15)
+        assert not self.processes()
+        assert code in (-9, 2) or not [*self.dir.glob("**/*.tmp"), *self.dir.glob("tmp")]
+        return "".join(self.log.read_text().splitlines()[-1:])
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, tmp_path_factory):
+    run = Run(tmp_path_factory.mktemp("undisturbed"), models["untied"], "inference.gpus=2", "trainer.loss=faults:loss")
+    run.end(0)
+    return run
+
+
+def test_an_undisturbed_run(undisturbed, models):
+    """Strictly on-policy, by two servers. The same command has nothing to do; another seed would be another run."""
+    assert "[launch] done in" in undisturbed.log.read_text() and (undisturbed.dir / "done").read_text() == "4\n"
+    metrics = lines(undisturbed.dir / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(STEPS))
+    assert all(line["policy/kl_sampler"] < 1e-6 and line["sync/dlogp_max"] < 1e-4 for line in metrics)
+    assert all(s["version"] == n for n, batch in enumerate(all_batches(undisturbed.dir)) for s in batch.sequences)
+    assert all(len(list(undisturbed.dir.glob(name))) == 2 for name in ("logs/inference*", "checkpoints/*"))
+    path = undisturbed.dir.parent
+    assert "already complete" in Run(path, models["untied"], "trainer.loss=faults:loss").end(0)
+    assert "belongs to another run: seed was 0, now 1" in Run(path, models["untied"], "seed=1").end(2)
+
+
+def test_what_ends_at_once(models, tmp_path):
+    """Before anything has started, or by the first that is killed."""
+    assert "key 'max_stepps': unknown" in Run(tmp_path, models["untied"], "max_stepps=1").end(2)
+    (tmp_path / "make.py").write_text("import sys; sys.exit('no recipe')")
+    last = Run(tmp_path, "none", f"prepare={tmp_path / 'make.py'}").end(3)
+    assert "ended with status 1 before the run was done (role=prepare exit=3" in last
+    for role in ("server", "orchestrator", "agent", "launch.sh"):
+        run = Run(tmp_path, models["untied"])
+        run.wait_for(lambda: "starting" in run.log.read_text())
+        run.kill(role)
+        last = run.end(-9 if role == "launch.sh" else 3)
+        assert role == "launch.sh" or f"killed by SIGKILL (role={NAMES.get(role, role)} exit=3 log=" in last
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        run = Run(tmp_path, models["untied"])
+        run.wait_for(lambda: "starting" in run.log.read_text())
+        assert "belongs to a run under way" in Run(tmp_path, models["untied"]).end(2)
+        run.kill("launch.sh", number)
+        assert f"stopped by {number.name}" in run.end(code)
+
+
+ON_THE_WAY = [("engine", "generate"), ("orchestrator", "canary 2"), ("rank", "save 2"), ("launch.sh", "gather 2")]
+ROLES = ("server", "engine", "orchestrator", "rank", "agent", "launch.sh")
+POINTS = ("generate", "train 1", "gather 2", "canary 2", "save 1", "final 1")
+MATRIX = [pytest.param([cell], marks=pytest.mark.long) for cell in itertools.product(ROLES, POINTS)]
+
+
+@pytest.mark.parametrize("cells", [ON_THE_WAY, *MATRIX])
+def test_killed_on_the_way(cells, undisturbed, fake_servers, models, tmp_path):
+    """Each time all is over within 30 s, with code and cause; in the end the same command has the same data and, bit
+    for bit, the same parameters as if nothing had been. "generate": the server hangs."""
+    loss = "trainer.loss=faults:loss"
+    for role, point in cells:
+        url = f'inference.urls=["{fake_servers()}"]'
+        if point == "generate":
+            run = Run(tmp_path, models["untied"], loss, FAKE='{"generate 20": "hang", "orphan": true}')
+            run.wait_for((run.dir / "batches" / "step_000000.safetensors").exists)
+        else:
+            run = Run(tmp_path, models["untied"], loss, url, HOLD=point, ROLEMODEL_RUN_ID="run")
+            run.wait_for(lambda: "[hold]" in run.text())
+        run.kill(role)
+        began = time.monotonic()
+        last = run.end(-9 if role == "launch.sh" else 3)
+        name = NAMES.get(role, role)
+        assert role == "launch.sh" or last.endswith(f"(role={name} exit=3 log={run.dir}/logs/{name}.log)"), last
+        assert time.monotonic() - began < 30
+    run = Run(tmp_path, models["untied"], loss)
+    run.end(0)
+    for name, keys in {"metrics": "step loss reward/mean version", "eval": "step reward/mean rows",
+                       "rollouts": "step example group rollout reward dropped"}.items():  # fmt: skip
+        paths = (run.dir / f"{name}.jsonl", undisturbed.dir / f"{name}.jsonl")
+        one, other = ([[line[key] for key in keys.split()] for line in lines(path)] for path in paths)
+        assert sorted(one) == sorted(other), name
+    mine, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.dir, undisturbed.dir))
+    assert all(mine[key].equal(theirs[key]) for key in theirs)
+
+
+def test_hung_and_out_of_disk(models, fake_servers, tmp_path):
+    how = (models["untied"], f'inference.urls=["{fake_servers()}"]')
+    name = {"ROLEMODEL_RUN_ID": "run"}
+    hasty = ("watchdog=6", "orchestrator.generation_timeout=5", "inference.startup_timeout=60")
+    run = Run(tmp_path, *how, *hasty, **name)
+    run.wait_for((run.dir / "batches" / "step_000001.safetensors").exists)
+    run.kill("orchestrator", signal.SIGSTOP)
+    assert "no role made progress for 6 s (watchdog)" in run.end(3)
+    for log in ("orchestrator", "trainer"):
+        assert "most recent call first" in (run.dir / "logs" / f"{log}.log").read_text()
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # Another checkpoint is there, so that nothing is refused before the start.
+    mount = f'mount -t tmpfs -o size=1m none {disk} && mkdir -p {disk}/run/checkpoints/other && exec "$@"'
+    run = Run(tmp_path, *how, f"output_dir={disk}", before=["unshare", "-rm", "sh", "-c", mount, "sh"], **name)
+    assert "(role=trainer exit=6 log=" in run.end(6)
