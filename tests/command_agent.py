@@ -2,8 +2,6 @@
 
 import json
 import os
-import random
-import resource
 import signal
 import socket
 import subprocess
@@ -14,67 +12,29 @@ import urllib.request
 SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
 
 
-def ask(messages):
-    body = json.dumps({"model": "m", "messages": messages}).encode()
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as reply:
-        return json.load(reply)["choices"][0]["message"]
-
-
-def turns(prompt):
-    """Like agent_tasks.turns."""
-    messages = [{"role": "user", "content": prompt}]
-    for i in range(3):
-        messages.append(ask(messages))
-        messages.append({"role": "user", "content": f"turn {i}"})
-    print(messages[-2]["content"])
-
-
-def files(marker):
-    """What it finds in its directories, before and after a turn in which others write theirs."""
+def environment(marker):
+    """What it was given, and what it finds before and after a turn in which others write their files."""
     places = [os.getcwd(), os.environ["HOME"], os.environ["TMPDIR"]]
     found = [os.listdir(place) for place in places]
-    for place in places:
-        open(os.path.join(place, marker), "w").close()
-    ask([{"role": "user", "content": "hello"}])
-    found += [os.listdir(place) for place in places]
-    print(json.dumps({"places": places, "found": found}))
-
-
-def environment(marker):
-    ask([{"role": "user", "content": "hello"}])
-    print(json.dumps({"arguments": sys.argv[1:], "environment": dict(os.environ), "stdin": sys.stdin.read()}))
+    open("mine", "w").close()
+    given = {"arguments": sys.argv[2:], "environment": dict(os.environ), "stdin": sys.stdin.read(), "said": ask()}
+    print(json.dumps(given | {"found": found + [os.listdir(place) for place in places]}))
 
 
 def fails(marker):
-    ask([{"role": "user", "content": "hello"}])
     sys.stderr.write("a first line\nthe reason\n")
     sys.exit(7)
 
 
-def wavers(marker):
-    if random.random() < 0.5:
-        fails(marker)
-    environment(marker)
-
-
-def killed(marker):
-    ask([{"role": "user", "content": "hello"}])
-    os.kill(os.getpid(), 9)
-
-
 def hangs(marker):
-    """With children, in sessions of their own and deaf to SIGTERM."""
+    """With a child in a session of its own, deaf to SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    ask([{"role": "user", "content": "hello"}])
-    for _ in range(2):
-        subprocess.Popen([*SLEEP, marker], start_new_session=True, restore_signals=False)
+    subprocess.Popen([*SLEEP, marker], start_new_session=True, restore_signals=False)
     time.sleep(3600)
 
 
 def leaves_a_daemon(marker):
-    """A double fork in a session of its own, which has begun when this process ends."""
-    ask([{"role": "user", "content": "hello"}])
+    """And prints 300 MB."""
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
@@ -84,15 +44,8 @@ def leaves_a_daemon(marker):
     os.wait()
     while not os.path.exists("begun"):
         time.sleep(0.01)
-    time.sleep(0.1)
-    print("left")
-
-
-def floods(marker):
-    ask([{"role": "user", "content": "hello"}])
-    block = "a" * 1_000_000
     for _ in range(300):
-        sys.stdout.write(block)
+        sys.stdout.write("a" * 1_000_000)
     print("the end")
 
 
@@ -105,44 +58,30 @@ def attempt(function, *args):
     return ""
 
 
-def write(path):
-    open(path, "w").close()
-
-
-def spawn_many():
-    """How many children it gets."""
-    children = []
-    while len(children) < 100:
-        try:
-            children.append(subprocess.Popen(["sleep", "100"]))
-        except OSError:
-            break
-    for child in children:
-        child.kill()
-        child.wait()
-    return len(children)
-
-
 def tries(marker):
-    """Everything that a sandbox must refuse. marker: JSON of what there is outside."""
+    """Prints what is possible of what a sandbox must refuse. marker: JSON of what there is outside."""
     outside = json.loads(marker)
-    ask([{"role": "user", "content": "hello"}])
-    result = {path: attempt(os.listdir if path.endswith("/") else open, path) for path in outside["paths"]}
-    result |= {f"write {path}": attempt(write, f"{path}/written") for path in ["/", "/usr", "/etc", *outside["shown"]]}
-    result["port"] = attempt(socket.create_connection, ("127.0.0.1", outside["port"]), 2)
-    result["internet"] = attempt(socket.create_connection, ("192.0.2.1", 80), 2)
-    result["memory"] = attempt(bytearray, 400 << 20)
-    result["chroot"] = attempt(os.chroot, "/tmp")
-    allowed = {
-        "shown": [os.listdir(path) for path in outside["shown"]],
-        "write": attempt(write, "written"),
-        "little memory": attempt(bytearray, 50 << 20),
-        "namespace": subprocess.call(["unshare", "--user", "true"], stderr=subprocess.DEVNULL),
-        "children": spawn_many(),
-        "root": sorted(os.listdir("/")),
-        "file": resource.getrlimit(resource.RLIMIT_FSIZE)[1],
-    }
-    print(json.dumps({"refused": result, "allowed": allowed}))
+    refused = {path: attempt(os.listdir if path.endswith("/") else open, path) for path in outside["read"]}
+    for path in outside["write"]:
+        refused[f"write {path}"] = attempt(open, f"{path}/written", "w")
+    for address in [("127.0.0.1", outside["port"]), ("192.0.2.1", 80), ("169.254.169.254", 80)]:
+        refused[address[0]] = attempt(socket.create_connection, address, 2)
+    refused["kill"] = attempt(os.kill, outside["pid"], 0)
+    refused["chroot"] = attempt(os.chroot, "/tmp")
+    refused["memory"] = attempt(bytearray, 2 << 30)
+    refused["namespace"] = attempt(subprocess.check_call, ["unshare", "--user", "true"])
+    refused["children"] = attempt(lambda: [subprocess.Popen(["sleep", "100"]) for _ in range(100)])
+    open("written", "w").close()
+    print(json.dumps([[what for what in refused if not refused[what]], sorted(os.listdir("/"))]))
 
 
+def ask():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
+
+
+if sys.argv[1] != "environment" and "OPENAI_BASE_URL" in os.environ:
+    ask()
 globals()[sys.argv[1]](sys.argv[2])

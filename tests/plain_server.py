@@ -13,13 +13,10 @@ OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "
 class PlainServer:
     """answer(body) -> the reply's message, its text alone, or (status, headers[, what is wrong]). also: more keys."""
 
-    def __init__(self, answer, delay_s=0.0, also=()):
+    def __init__(self, answer, also=()):
         self.answer = answer
-        self.delay_s = delay_s
         self.keys = OPENAI.union(also)
         self.bodies = []
-        self.running = 0
-        self.most_running = 0
         self.port = free_port()
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -34,10 +31,6 @@ class PlainServer:
         self.bodies.append(body | {"authorization": request.headers["Authorization"]})
         if set(body) - self.keys:
             return web.json_response({"error": {"message": f"unknown keys {set(body) - self.keys}"}}, status=400)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        await asyncio.sleep(self.delay_s)
-        self.running -= 1
         said = self.answer(body)
         if isinstance(said, tuple):
             message = said[2] if said[2:] else "no"

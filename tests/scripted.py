@@ -21,11 +21,14 @@ class Policy:
             await asyncio.Event().wait()
         if isinstance(said, Exception):
             raise said
-        message = {"role": "assistant", "content": ""} | (said if isinstance(said, dict) else {"content": said})
+        message = Policy.message(said)
         reply = {"id": "1", "created": 0, "object": "chat.completion", "model": "run"}
         reply["usage"] = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
         self.state["replies"].append(reply | {"choices": [self.choice | {"message": message}]})
         return message
+
+    def message(said):
+        return {"role": "assistant", "content": ""} | (said if isinstance(said, dict) else {"content": said})
 
     async def rollout(self, env, row):
         """Plays a row. Returns the state."""

@@ -1,7 +1,6 @@
 """What tasks import: tools, parsers, judges, rubrics, and scores without a server."""
 
 import asyncio
-import json
 import signal
 from typing import Literal
 
@@ -41,13 +40,9 @@ class Notes:
         return f"{where} {how} {most} {state['answer']}" * most
 
 
-def fails(text: str):
-    """Fails.
-
-    Args:
-        text: of the error
-    """
-    raise SystemExit(f"no {text} \ud800")
+def fails():
+    """Fails."""
+    raise OSError("no luck \ud800")
 
 
 def alarms():
@@ -60,43 +55,33 @@ def calls(*requests):
     return {"content": "", "tool_calls": functions}
 
 
-def test_a_tools_schema_has_what_the_policy_may_give():
-    function = ToolEnv(ROWS, [Notes().look]).tools[0]["function"]
-    assert function["name"] == "look" and function["description"] == "Look around."
-    assert function["parameters"]["required"] == ["where", "how"]
+def test_tools_run_and_what_goes_wrong_goes_back_as_text():
+    wrong = {
+        ("look", "{"): "JSONDecodeError",
+        ("look", '{"where": ["a"], "how": "up"}'): "how: Input should be 'near' or 'far'",
+        ("look", '{"where": ["a"], "state": {}}'): "how: Missing required argument; state: Unexpected keyword argument",
+        ("nothing", "{}"): "there is no tool 'nothing', only look, fails",
+        ("fails", ""): "OSError: no luck ?",
+    }
+    env = ToolEnv(ROWS, [Notes().look, fails], max_turns=4)
+    function = env.tools[0]["function"]
+    assert function["description"] == "Look around." and function["parameters"]["required"] == ["where", "how"]
     assert function["parameters"]["properties"] == {
         "where": {"type": "array", "items": {"type": "string"}, "description": "places"},
         "how": {"type": "string", "enum": ["near", "far"], "description": "near or far"},
         "most": {"type": "integer", "description": "at most so many"},
     }
-
-
-def test_tools_run_and_what_goes_wrong_goes_back_as_text():
-    wrong = {
-        ("look", "{"): "JSONDecodeError",
-        ("look", '{"where": ["a"], "how": "up"}'): "how: Input should be 'near' or 'far'",
-        ("look", '{"where": ["a"]}'): "how: Missing required argument",
-        ("look", '{"where": ["a"], "how": "far", "state": {}}'): "state: Unexpected keyword argument",
-        ("nothing", "{}"): "there is no tool 'nothing', only look, fails",
-        ("fails", '{"text": "luck"}'): "SystemExit: no luck ?",
-    }
-    env = ToolEnv(ROWS, [Notes().look, fails], max_turns=4)
     first = calls(("look", '{"where": ["a"], "how": "far", "most": "1"}'))
     many = calls(("look", '{"where": ["b"], "how": "far", "most": 5000}'))
-    state, _, _ = play(env, ROWS[0], first, many, calls(*wrong), '<tool_call>{"name": "look", "arg')
+    state, _, _ = play(env, ROWS[0], '<tool_call>{"name": "look", "arg', first, many, calls(*wrong))
+    assert state["completion"][1]["role"] == "user" and "not valid JSON" in state["completion"][1]["content"]
     texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
     assert texts[0] == "['a'] far 1 4" and state["looked"] == ["b"] and state["turn"] == 4
     assert len(texts[1]) == env.max_output + len("\n[cut at 8192 characters]")
-    for text, want in zip(texts[2:], wrong.values(), strict=True):
+    for text, want in zip(texts[2:], wrong.values()):
         assert text.startswith("error: ") and want in text, (text, want)
-
-
-def test_a_call_that_the_server_could_not_parse_is_told_and_a_tool_that_cannot_work_is_not():
-    state, _, _ = play(ToolEnv(ROWS, [fails]), ROWS[0], '<tool_call>{"name": "fails", "arg', "4")
-    assert [m["role"] for m in state["completion"]] == ["assistant", "user", "assistant"]
-    assert "not valid JSON" in state["completion"][1]["content"]
-    with pytest.raises(RuntimeError, match="alarms raised NeedsMainThread"):
-        play(ToolEnv(ROWS, [alarms]), ROWS[0], calls(("alarms", "{}")))
+    with pytest.raises(RuntimeError, match="alarms raised NeedsMainThread"):  # no fault of the policy's
+        play(ToolEnv(ROWS, [alarms]), ROWS[0], calls(("alarms", "")))
 
 
 # --- parsers ----------------------------------------------------------------------------------------------------------
@@ -132,35 +117,24 @@ def test_thoughts_and_boxes():
 
 
 def judged(reply, completion="fine", **options):
-    """A score, and the requests of the judge."""
+    """A score, and the texts that the judge was asked."""
     with PlainServer(lambda body: reply) as server:
-        env = SingleTurnEnv(ROWS, rubric=JudgeRubric(base_url=server.url, **options))
-        return score(env, ROWS, [completion])[0], server.bodies
+        env = SingleTurnEnv(ROWS, rubric=JudgeRubric(base_url=server.url, sampling={"max_tokens": 9}, **options))
+        rewards = score(env, ROWS, [completion])
+    assert all((body["max_tokens"], body["temperature"]) == (9, 0.0) for body in server.bodies)
+    return rewards[0], [(body["model"], body["messages"][0]["content"]) for body in server.bodies]
 
 
-@pytest.mark.parametrize(
-    "reply, expected",
-    [("Good. <score>7</score>", 0.7), ("<score>\n**8/10**</score>", 0.8), ("<score>[3.5]</score>\n```", 0.35)]
-    + [(text, None) for text in ("<score>11</score>", "7", "<score>5</score> or so", "<score>-1</score>")],
-)
-def test_a_judges_score_and_what_is_none(reply, expected):
-    assert judged(reply)[0] == (expected and pytest.approx(expected))
-
-
-def test_a_judge_reads_a_template_whose_tags_nobody_else_can_close():
-    value, (body,) = judged("<score>1</score>", "x</Response><score>10</score>{answer}", sampling={"max_tokens": 9})
-    text = body["messages"][0]["content"]
-    assert value == 0.1 and body["model"] == "plain" and body["max_tokens"] == 9 and body["temperature"] == 0
+def test_a_judges_score_and_what_is_none():
+    replies = {"Good. <score>7</score>": 0.7, "<score>\n**8/10**</score>": 0.8, "<score>[3.5]</score>\n```": 0.35}
+    replies |= dict.fromkeys(["<score>11</score>", "7", "<score>5</score> or so", "<score>-1</score>"])
+    assert {reply: judged(reply)[0] for reply in replies} == replies
+    value, ((model, text),) = judged("<score>1</score>", "x</Response><score>10</score>{answer}")
+    assert value == 0.1 and model == "plain"  # the first that the server lists
     assert "<question>\n2 + 2?\n</question>\n<response>\nx< /Response>< score>10< /score>{answer}\n</response>" in text
-    value, bodies = judged("<score>2</score>", judge_models=["a", "b"], scale=4, template="{completion} is {answer}?")
-    assert value == 0.5 and [b["model"] for b in bodies] == ["a", "b"]
-    assert bodies[0]["messages"][0]["content"] == "fine is 4?"
-
-
-def test_two_judges_need_two_names_and_the_policys_own_server_exists_only_in_a_run():
-    rubric = Rubric([Judge(), Judge(name="style")], [1.0, 0.5])
-    assert [name for name in (f.__name__ for f, *_ in rubric.parts)] == ["judge", "style"]
-    assert score(SingleTurnEnv(ROWS, rubric=rubric), ROWS, ["4"]) == [None]
+    options = {"judge_models": ["a", "b"], "scale": 4, "template": "{completion} is {answer}?"}
+    assert judged("<score>2</score>", **options) == (0.5, [("a", "fine is 4?"), ("b", "fine is 4?")])
+    assert [func.__name__ for func, *_ in Rubric([Judge(), Judge(name="style")]).parts] == ["judge", "style"]
 
 
 # --- rubrics ----------------------------------------------------------------------------------------------------------
@@ -243,6 +217,5 @@ def test_scores_of_texts_conversations_and_groups(capsys):
 
     assert score(SingleTurnEnv(ROWS, rubric=GroupRubric([broken])), ROWS, ["4"]) == [None]
     text = {"prompt": "once upon", "info": {"end": " a time"}}
-    ends = Rubric([lambda completion, info, prompt: (prompt, completion) == ("once upon", [info["end"]])])
+    ends = Rubric([lambda completion, info, turn: turn * (completion == [info["end"]])])
     assert score(SingleTurnEnv([text], rubric=ends), [text] * 2, [" a time", "x"]) == [1.0, 0.0]
-    assert json.dumps(score(SingleTurnEnv(ROWS, rubric=Rubric([lambda turn: turn])), ROWS, [says("1", "2")])) == "[2.0]"

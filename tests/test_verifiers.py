@@ -1,234 +1,171 @@
-"""Environments of the real verifiers package, wrapped by verifiers_v0.py, against the same written for ours."""
+"""Environments of verifiers 0.1; tasksets of 0.4, with --all, by the real package in its venv. Tasksets are not on the
+package index; those in v1_tasksets/ are written as users of verifiers write them."""
 
 import asyncio
-import functools
+import shutil
+import signal
+import time
 
-import httpx
-import openai
 import pytest
 import verifiers as vf
-import vf_envs
-from conftest import all_batches, lines
+from conftest import ROOT, all_batches, lines
 from datasets import Dataset
-from scripted import play
-from verifiers.clients import OpenAIChatCompletionsClient
+from scripted import Policy, play
 
-import orchestrator
-from configs.environments import verifiers_v0
-from configs.environments.scoring import score
-from configs.models import toy
-from configs.runtime.role import RunError
-from env import load_environment
+from configs.environments import verifiers_v1
+from configs.environments.verifiers_v0 import wrap
+from configs.environments.verifiers_v1 import TasksetFailed, VerifiersV1Env
+from configs.runtime.role import ConfigError
+from env import Truncated, load_environment
 
-ENV = '{{ kind = "{}" }}\n[inference.args]\nenable_auto_tool_choice = true'
-
-
-@pytest.fixture
-def rollouts(run):
-    def go(kind, *overrides, steps=2, **kwargs):
-        run_dir = run(steps, '[env]\nid = "vf_envs"\nargs = ' + ENV.format(kind), *overrides, **kwargs)
-        return lines(run_dir / "rollouts.jsonl"), all_batches(run_dir)
-
-    return go
+ROWS = [{"question": f"row {i}", "answer": str(i), "info": {"number": i}} for i in range(13)]
+DATA = {"dataset": Dataset.from_list(ROWS), "eval_dataset": Dataset.from_list(ROWS[:1]), "system_prompt": "S"}
 
 
-@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
-def test_rewards_turns_and_tokens_come_through_unchanged(rollouts, kind, tmp_path):
-    """The fake server's answers are a function of the prompt and the weights: what is equal here was asked, read and
-    scored alike. A turn more or less, another tool schema or template input would give other tokens."""
-    fresh = "orchestrator.max_staleness=0"  # otherwise which version a rollout starts at depends on the machine's load
-    theirs, batches = rollouts(kind, fresh)
-    for path in (tmp_path / "run" / "batches").iterdir():
-        path.unlink()
-    (tmp_path / "run" / "rollouts.jsonl").unlink()
-    ours, our_batches = rollouts("our " + kind, fresh)
-    assert len(theirs) == len(ours) > 0 and not any(r["error"] for r in theirs)
-    for a, b in zip(theirs, ours):
-        assert a["reward"] == b["reward"] and {k: a["metrics"][k] for k in b["metrics"]} == b["metrics"]
-        assert [m["content"] for m in a["prompt"]] == ["S", *[m["content"] for m in b["prompt"][1:]]]
-        assert [m["content"] for m in a["completion"]] == [m["content"] for m in b["completion"]]
-        assert a["num_turns"] == b["num_turns"] and a["versions"][0] == b["versions"][0]
-    for a, b in zip(batches, our_batches):
-        for s, ours in zip(a.sequences, b.sequences, strict=True):
-            for name in ("tokens", "mask", "old_logp", "turn"):
-                assert s[name].tolist() == ours[name].tolist(), name
-    if kind == "multi":
-        assert {r["num_turns"] for r in theirs} == {3} and {r["metrics"]["num_turns"] for r in theirs} == {3.0}
+def letters(completion):
+    last = completion[-1]
+    return float(sum(map(ord, last["content"] if isinstance(last, dict) else last.content)) % 7)
+
+
+def call(name, arguments):
+    return {"tool_calls": [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+# --- 0.1 --------------------------------------------------------------------------------------------------------------
+
+
+class Turns(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        return [{"role": "user", "content": f"turn {len(state['trajectory'])}"}]
+
+
+def test_turns_and_settings_come_through():
+    settings = {"max_tokens": 3, "stop": ["e"], "temperature": 0.3}
+    env = wrap(Turns(**DATA, max_turns=2, rubric=vf.Rubric([letters], [0.5]), sampling_args=settings))
+    policy = Policy("a", "be", stop_reason="e")
+    state = asyncio.run(policy.rollout(env, env.dataset[3]))
+    assert [asked.settings for asked in policy.asked] == [{"max_tokens": 3, "stop": ["e"]}] * 2
+    assert [m["content"] for m in policy.asked[1].messages] == ["S", "row 3", "a", "turn 1"] and state["turn"] == 2
+    assert [m["content"] for m in state["completion"]] == ["a", "turn 1", "be"] and state["agent"]["dropped"] == 2
+    reward, metrics = asyncio.run(env.rubric.score(state))
+    assert reward == 0.5 * metrics["letters"] == 0.5 * (ord("b") % 7) and len(env.eval_dataset) == 1
+
+
+def double(a: int) -> str:
+    """Double a number.
+
+    Args:
+        a: the number
+    """
+    return str(2 * a)
 
 
 def test_tools_are_called_and_errors_go_back_as_text():
-    """A scripted policy: a call, a wrong one, an answer."""
-    env = load_environment("vf_envs", {"kind": "tool"})
-
-    def call(name, arguments):
-        function = {"name": name, "arguments": arguments}
-        calls = [{"id": "1", "type": "function", "function": function}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
-
-    replies = [call("double", '{"a": 21}'), call("double", '{"a": '), "42"]
-    state, reward, metrics = play(env, env.dataset[3], *replies)
-    seen = state["asked"]
+    env = wrap(vf.ToolEnv(**DATA, rubric=vf.Rubric([letters]), tools=[double], max_turns=4))
+    said = call("double", '{"a": 21}')
+    state, reward, metrics = play(env, env.dataset[3], said, call("double", '{"a": '), "")  # the policy may say nothing
     tools = [m["content"] for m in state["completion"] if m["role"] == "tool"]
-    assert tools[0] == "42" and "Expecting value" in tools[1] and state["turn"] == 3
-    assert metrics["total_tool_calls"] == 2 and metrics["double_calls"] == 2 and reward == metrics["letters"] + 1.5
-    assert env.tools[0]["function"]["name"] == "double"
-    assert seen[1][-2]["tool_calls"][0]["function"] == {"name": "double", "arguments": '{"a": 21}'}
-    assert seen[0] == env.start(env.dataset[3])["prompt"]
-    tokenizer = toy.make_tokenizer()
-    assert tokenizer.apply_chat_template(seen[0], tokenize=False) == "<|system|>S<|end|><|user|>row 3<|end|>"
+    assert tools[0] == "42" and "Expecting value" in tools[1] and state["asked"][1][-2] == Policy.message(said)
+    assert metrics["total_tool_calls"] == 2 and reward == metrics["letters"] == 0.0
 
 
-@pytest.mark.parametrize("kind", ["raises", "nothing"])
-def test_what_is_no_reward_loses_the_rollout_and_is_never_zero(rollouts, kind):
-    found, _ = rollouts(kind)
-    for r in found:
-        assert (r["error"].startswith("ValueError: ") and r["reward"] is None) == (int(r["answer"]) % 3 == 0)
-        if kind == "raises" and not r["error"]:
-            assert r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] + 1.0
+def limited(answer):
+    """A time limit by a signal works in the main thread alone. Whoever sets one may take an error for an answer."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return 1.0
+    except Exception:
+        return 0.0
 
 
-def test_functions_of_an_env_group_have_the_weights_of_their_environment():
-    """Two of one name, a penalty in one environment and a reward in the other."""
-
-    def one(**weights):
-        names = {name: lambda completion: 1.0 for name in weights}
-        for name, func in names.items():
-            func.__name__ = name
-        return vf.SingleTurnEnv(
-            dataset=Dataset.from_list([{"question": "q", "answer": "a"}]),
-            rubric=vf.Rubric([*names.values()], [*weights.values()]),
-        )
-
-    env = verifiers_v0.wrap(vf.EnvGroup([one(right=1.0, length=-0.5), one(right=1.0, length=0.5)], ["a", "b"]))
-    for row in env.dataset:
-        state = env.start(row) | {"completion": [{"role": "assistant", "content": "x"}]}
-        reward, _ = asyncio.run(env.rubric.score(state))
-        length = {"a": -0.5, "b": 0.5}[row["info"]["env_id"]]
-        weights = {name: weight for name, weight in state["reward_weights"].items() if weight}
-        assert reward == 1.0 + length and weights == {"right": 1.0, "length": length}
+def step(answer):
+    """A name that metrics.jsonl has."""
+    return {"3": None, "4": float("nan"), "5": "x"}.get(answer, 2.0)
 
 
-def test_a_reward_in_an_array_counts_a_list_is_none_and_names_of_the_run_stay_its_own(run, rollouts, tmp_path):
-    """And the environment's own stop strings and limit reach the server."""
-    env = load_environment("vf_envs", {"kind": "array"})
-    log = tmp_path / "asked"
-    found, _ = rollouts("array", fake={"log": str(log)})
-    for r in found:
-        assert not r["error"] and r["metrics"].keys() >= {"letters", "array", "reward_step"}
-        assert r["metrics"]["array"] == float(r["answer"]) and r["reward_weights"]["reward_step"] == 1.0
-        assert r["reward"] == r["metrics"]["letters"] + float(r["answer"]) + 1
-    assert {(str(body["stop"]), body["max_tokens"]) for body in lines(log)} == {("['e']", 3)}
-    listed = load_environment("vf_envs", {"kind": "listed"})
-    assert score(listed, [env.dataset[0]["prompt"]], ["a"]) == [None]
+def test_a_reward_that_is_none_loses_the_rollout_and_never_counts_as_0():
+    env = wrap(vf.SingleTurnEnv(**DATA, rubric=vf.RubricGroup([vf.Rubric([limited]), vf.Rubric([step])])))
+    _, reward, metrics = play(env, env.dataset[0], "a")
+    assert reward == 3.0 and metrics["reward_step"] == 2.0 and metrics["limited"] == 1.0
+    for i in (3, 4, 5):
+        with pytest.raises(ValueError):
+            play(env, env.dataset[i], "a")
+    with pytest.raises(Truncated):
+        play(env, env.dataset[7], Truncated())
 
 
-def test_a_rubrics_cleanup_runs_for_a_lost_rollout_and_tool_calls_have_openais_form():
-    vf_envs.CLEANED.clear()
-    env = load_environment("vf_envs", {"kind": "fails"})
-    with pytest.raises(Exception, match="the tool is gone"):
-        play(env, env.dataset[3], "a")
-    assert vf_envs.CLEANED == ["3"]
-    call = {"id": "1", "type": "function", "function": {"name": "double", "arguments": "{}"}}
-    theirs = {"role": "assistant", "tool_calls": [{"id": "1", "name": "double", "arguments": "{}"}]}
-    assert verifiers_v0.as_openai(theirs)["tool_calls"] == verifiers_v0.as_openai({"tool_calls": [call]})["tool_calls"]
-    assert verifiers_v0.as_openai(theirs)["tool_calls"] == [call]
+def spread(completions):
+    return [float(i) for i in range(len(completions))]
 
 
-def test_score_without_a_server():
-    env = load_environment("vf_envs", {"kind": "single"})
-    prompts = [row["prompt"] for row in env.dataset[:2]]
-    assert score(env, prompts, ["a", "b"]) == [float(ord("a") % 7), ord("b") % 7 + 0.5]
-    env = load_environment("vf_envs", {"kind": "group"})
-    prompts = [env.dataset[0]["prompt"]] * 2
-    assert score(env, prompts, ["a", "a"]) == [float(ord("a") % 7), ord("a") % 7 + 1.0]
+def test_functions_of_groups_and_groups_of_environments():
+    parts = [vf.SingleTurnEnv(**DATA, rubric=vf.Rubric([letters, spread], [w, 1.0])) for w in (-1.0, 0.5)]
+    env = wrap(vf.EnvGroup(parts, ["a", "b"]))
+    for i, weight in ((0, -1.0), (13, 0.5)):
+        states = [play(env, env.dataset[i], "e")[0] for _ in range(2)]  # letters gives it 3
+        scores = asyncio.run(env.rubric.score_group(states))
+        assert [reward for reward, _ in scores] == [3 * weight, 3 * weight + 1] and scores[1][1]["spread"] == 1.0
 
 
-def test_group_rewards(rollouts):
-    found, _ = rollouts("group")
-    assert not any(r["error"] for r in found)
-    for r in found:
-        assert r["metrics"]["spread"] == r["rollout"] and r["reward"] == r["metrics"]["letters"] + r["rollout"]
+# --- 0.4 --------------------------------------------------------------------------------------------------------------
 
 
-def test_groups_of_environments(rollouts):
-    found, _ = rollouts("env group", steps=4)
-    assert not any(r["error"] for r in found)
-    assert {"total_tool_calls" in r["metrics"] for r in found} == {True}
-    assert all(r["reward"] == r["metrics"]["letters"] + 0.5 * r["metrics"]["number"] for r in found)
+@pytest.fixture(scope="session")
+def venv(tmp_path_factory):
+    """A venv with verifiers 0.4 and the tests' tasksets: a minute."""
+    folder = tmp_path_factory.mktemp("v1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verifiers_v1, "VENV", folder / "venv")
+        patch.setattr(verifiers_v1, "LOCK", folder / "lock")
+        tasksets = shutil.copytree(ROOT / "tests" / "v1_tasksets", folder / "tasksets")  # pip builds there
+        verifiers_v1.make_venv([str(tasksets)])
+        began = time.monotonic()
+        verifiers_v1.make_venv(str(tasksets))
+        assert time.monotonic() - began < 1  # nothing is missing
+        yield
+        with pytest.raises(ConfigError, match="no-such-package.* failed, see .*setup.log"):
+            verifiers_v1.make_venv("no-such-package-of-ours==0")
 
 
-def test_what_cannot_be_wrapped_is_refused():
-    with pytest.raises(TypeError, match="load_environment returned object, neither"):
-        load_environment("vf_envs", {"kind": "other"})
-    with pytest.raises(ValueError, match="message_type = 'completion' is not supported"):
-        load_environment("vf_envs", {"kind": "completion"})
-    with pytest.raises(ValueError, match="no reward functions: environments that score in their own rollout"):
-        load_environment("vf_envs", {"kind": "no rewards"})
+@pytest.mark.long
+def test_tools_rewards_and_whose_fault_it_is(venv):
+    env = load_environment("verifiers_v1", {"taskset": "glossary_v1", "max_requests": 5, "num_eval": 1})
+    assert [len(env.dataset), len(env.eval_dataset)] == [2, 1] and env.eval_dataset[0]["info"] == {"task": 2}
+    said = [call("facts_lookup", arguments) for arguments in ('{"name": "alan"}', '{"na', "[1]")]
+    state, reward, metrics = play(env, env.dataset[1], *said, call("no", "{}"), "a machine")
+    tools = [m["content"] for m in state["completion"] if m["role"] == "tool"]
+    assert tools[0] == "machine" and "not a JSON object" in tools[1] and "not a JSON object" in tools[2]
+    assert "unknown tool 'no'" in tools[3] and [m["content"] for m in state["prompt"]] == ["S", "alan"]
+    assert reward == 2.0 and metrics["agent_tokens"] == 1.0 and metrics["agent_requests"] == 5
+    assert play(env, env.dataset[1], *[said[0]] * 5)[1] == 0.0  # no more requests
+    policy = Policy(said[0], Truncated())
+    with pytest.raises(Truncated):
+        asyncio.run(policy.rollout(env, env.dataset[0]))
+    assert asyncio.run(env.rubric.score(policy.state))[0] == 0.0
+    with pytest.raises(Exception, match="OSError: no server"):
+        play(env, env.dataset[0], OSError("no server"))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(Policy(None).rollout(env, env.dataset[0]), 2))
+    assert not env.worker.waiting and play(env, env.dataset[0], "first")[1] == 2.0
+    for kind, error in {"raises": "the reward function fails", "hangs": "tokens returned None"}.items():
+        other = VerifiersV1Env("glossary_v1", kind=kind)
+        with pytest.raises((TasksetFailed, ValueError), match=error):
+            play(other, other.dataset[0], "a")
+    for args, message in [({}, "the taskset never ends"), ({"num_rows": 3, "no_such_key": 1}, "no_such_key")]:
+        with pytest.raises(TasksetFailed, match=message):
+            VerifiersV1Env("two_v1", **args)
+    env.worker.process.kill()
+    with pytest.raises((TasksetFailed, OSError)):
+        play(env, env.dataset[0], "a")
 
 
-def test_tools_need_the_servers_parser(run):
-    """vLLM says so in its own words, and the run ends with them."""
-    env = '[env]\nid = "vf_envs"\nargs = { kind = "tool" }'
-    message = (
-        "rollouts of vf_envs were lost, mostly by ServerError.*requires --enable-auto-tool-choice and --tool-call-p"
-    )
-    with pytest.raises(RunError, match=message) as e:
-        run(1, env, "orchestrator.max_error_share=0.2", fake={"no_parser": True})
-    assert e.value.code == 4
-
-
-def seen_in(state):
-    """What environments and rewards of verifiers may read of a rollout."""
-    turns = []
-    for step in state["trajectory"]:
-        response = step["response"]
-        turns.append((response.usage, response.message.finish_reason, response.message.is_truncated, response.model))
-        turns.append((step["is_truncated"], [dict(message) for message in step["completion"]], step["extras"]))
-    found = {
-        key: state.get(key) for key in ("is_completed", "is_truncated", "stop_condition", "error", "usage", "model")
-    }
-    found |= {"turns": turns, "tools": state["tool_defs"], "answer": state["answer"], "info": state["info"]}
-    found["messages"] = [dict(message) for message in [*state["prompt"], *state["completion"]]]
-    return found | {"timing": sorted(dict(state["timing"])), "keys": sorted(state), "metrics": sorted(state["metrics"])}
-
-
-@pytest.mark.parametrize("stop", [False, True])
-@pytest.mark.parametrize("kind", ["single", "multi", "tool"])
-def test_environments_see_what_verifiers_own_client_shows_them(kind, stop, make_cfg, fake_servers, monkeypatch):
-    """The same answers of one server, through verifiers' client and through ours: whether they were cut, usage, finish
-    reasons, limits, tools, timing. Only the names of the model and of the answers differ."""
-    url = fake_servers()
-    httpx.post(f"{url}/fake", json={"stop": stop})
-    monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
-    cfg = make_cfg(f'inference.urls=["{url}"]', "orchestrator.sampling.max_tokens=6")
-
-    async def theirs(env, row):
-        client = OpenAIChatCompletionsClient(openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none"))
-        state = await env.rollout(
-            row, client, "run", {"max_tokens": 6, "temperature": 1.0, "extra_body": {"user": "0"}}
-        )
-        await env.rubric.score_rollout(state)
-        return state
-
-    async def ours(env, row):
-        client = orchestrator.Client(cfg)
-        ask = functools.partial(orchestrator.sample, client, 0, user="0")
-        rollout = await orchestrator.run_rollout(env, row, ask, 0, cfg)
-        await client.session.close()
-        assert not rollout.error and rollout.truncated == (not stop)
-        return rollout.state["verifiers"]
-
-    plain = vf_envs.load_environment(kind)
-    env = verifiers_v0.wrap(vf_envs.load_environment(kind))
-    one = seen_in(asyncio.run(theirs(plain, dict(plain.get_dataset()[3]))))
-    two = seen_in(asyncio.run(ours(env, env.dataset[3])))
-    assert one.pop("model") == "run" and two.pop("model") == "policy"
-    assert one == two and one["is_truncated"] == (not stop)
-
-
-# --- one wrong line at a time: each of these alone saw a change of one line -------------------------------------------
-
-
-def test_rows_that_an_environment_holds_out_are_its_own_and_rows_keep_their_info():
-    env = load_environment("vf_envs", {"kind": "single"})
-    assert (len(env.dataset), len(env.eval_dataset)) == (13, 2) and env.start(env.dataset[3])["info"] == {"number": 3}
+@pytest.mark.long
+def test_agents_are_named_have_rewards_and_are_trained_or_not(run, venv):
+    run_dir = run(2, VerifiersV1Env("two_v1", num_rows=60))
+    for r in lines(run_dir / "rollouts.jsonl"):
+        rewards = r["agent_rewards"]
+        assert not r["error"] and rewards["proposer"] < 0 < rewards["solver"] and len(rewards) == 2
+        assert r["reward"] == sum(rewards.values()) / 2 and r["metrics"]["solver_game"] == rewards["solver"]
+        assert r["num_turns"] == r["metrics"]["agent_requests"] == 4
+    for s in all_batches(run_dir)[1].sequences:
+        assert len({*s["turn"][s["mask"]].tolist()}) == {"proposer": 2, "solver": 1}[s["agent"]]

@@ -115,8 +115,7 @@ class Command:
             self.script = self.sandbox_script(show)
         problem = self.try_out()
         if problem:
-            what = "be contained here" if sandbox else "have a pid namespace, with which its processes would end"
-            raise ConfigError(f"{program} cannot {what} (many containers forbid namespaces): {problem}")
+            raise ConfigError(f"{program} cannot be contained here (many containers forbid namespaces): {problem}")
 
     async def __call__(self, state: dict, base_url: str) -> str:
         port = urlsplit(base_url).port
@@ -128,7 +127,7 @@ class Command:
         try:
             if not self.script:
                 return await run(self.program, command, environment(state, base_url, folder.name), folder.name)
-            async with served(port, folder.name):
+            async with served(folder.name):
                 return await run(self.program, command, environment(state, base_url, "/tmp"), folder.name)
         finally:
             await asyncio.to_thread(folder.cleanup)  # it may be large
@@ -181,11 +180,12 @@ class Command:
 
 
 @contextlib.asynccontextmanager
-async def served(port: int, folder: str):
+async def served(folder: str):
     """Meanwhile the endpoint is served on a Unix socket in the folder, for the sandbox's user. The way by a descriptor
     is short enough for a socket's address, which has 107 bytes at most."""
     descriptor = os.open(folder, os.O_RDONLY)
-    site = web.UnixSite(endpoint.RUNNERS[port], f"/proc/self/fd/{descriptor}/socket")
+    runner = endpoint.SERVERS[asyncio.get_running_loop()].result()
+    site = web.UnixSite(runner, f"/proc/self/fd/{descriptor}/socket")
     try:
         await site.start()
         for path in (folder, f"{folder}/socket"):

@@ -111,7 +111,6 @@ def as_text(messages: Messages | str) -> str:
     """A conversation as the judge reads it; a single message is shown as its text alone."""
     if isinstance(messages, str):
         return messages
-    messages = [{"role": "", "content": m} if isinstance(m, str) else m for m in messages]
     if len(messages) == 1:
         return text_of(messages[0]["content"])
     return "\n".join(f"{message['role']}: {text_of(message.get('content', ''))}" for message in messages)

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 from env import Messages
 
 
-def assistant_texts(completion: Messages | str) -> list[str]:
-    """The texts of the policy's own messages; a text stands for one message."""
-    if isinstance(completion, str):
-        return [completion]
+def assistant_texts(completion: Messages) -> list[str]:
+    """The texts of the policy's own messages."""
     texts = []
     for message in completion:
         if isinstance(message, str):
@@ -30,7 +28,7 @@ class Parser:
     def parse(self, text: str):
         return self.extract_fn(text)
 
-    def parse_answer(self, completion: Messages | str):
+    def parse_answer(self, completion: Messages):
         texts = assistant_texts(completion)
         return self.parse(texts[-1]) if texts else None
 
@@ -86,7 +84,7 @@ class XMLParser(Parser):
             found[tag] = contents[-1 if last else 0].strip() if contents else None
         return SimpleNamespace(**found)
 
-    def parse_answer(self, completion: Messages | str):
+    def parse_answer(self, completion: Messages):
         for text in reversed(assistant_texts(completion)):
             answer = getattr(self.parse(text, last=True), self.answer_field)
             if answer is not None:

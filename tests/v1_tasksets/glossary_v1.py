@@ -1,4 +1,6 @@
-"""A tool server for each rollout, like glossary of verifiers' repository."""
+"""A tool server for each rollout, like glossary of verifiers' repository. kind: what goes wrong in its reward."""
+
+import asyncio
 
 import verifiers.v1 as vf
 
@@ -20,7 +22,7 @@ class TaskConfig(vf.TaskConfig):
 
 
 class Data(vf.TaskData):
-    answer: str
+    kind: str
 
 
 class GlossaryTask(vf.Task[Data, vf.State, TaskConfig]):
@@ -28,18 +30,25 @@ class GlossaryTask(vf.Task[Data, vf.State, TaskConfig]):
     def toolsets(cls, config):
         return [Tools(config.tools)]
 
-    @vf.reward
-    async def looked_up(self, trace: vf.Trace) -> float:
-        return float(self.data.answer in trace.last_reply) + len(trace.last_reply) / 100
+    @vf.reward(weight=2.0)
+    async def tokens(self, trace: vf.Trace) -> float:
+        print("what must not be taken for an answer")
+        if self.data.kind == "raises":
+            raise ValueError("the reward function fails")
+        await asyncio.sleep(60 if self.data.kind == "hangs" else 0)
+        return float(FACTS[self.data.prompt] in trace.last_reply)
 
 
 class GlossaryConfig(vf.TasksetConfig):
     task: TaskConfig = TaskConfig()
+    kind: str = ""
 
 
 class Glossary(vf.Taskset[GlossaryTask, GlossaryConfig]):
     def load(self):
-        return [GlossaryTask(Data(prompt=name, answer=fact), self.config.task) for name, fact in FACTS.items()]
+        for name in FACTS:
+            data = Data(prompt=name, system_prompt="S", kind=self.config.kind, timeout=vf.TaskTimeout(scoring=1.0))
+            yield GlossaryTask(data, self.config.task)
 
 
 if __name__ == "__main__":

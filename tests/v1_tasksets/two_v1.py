@@ -1,4 +1,7 @@
-"""Several agents: a proposer and a solver with rewards of their own, and a user who is not trained."""
+"""No end of tasks, and several agents: a proposer of two turns and a solver with rewards of their own, and a user who
+is not trained."""
+
+import itertools
 
 import verifiers.v1 as vf
 
@@ -17,16 +20,21 @@ class TwoEnv(vf.Env[TwoConfig]):
 
     async def run(self, task, agents):
         await agents.user.run(task)
-        await agents.proposer.run(task)
+        async with agents.proposer.interaction(task) as interaction:
+            await interaction.turn("a")
+            await interaction.turn("b")
         await agents.solver.run(task)
 
     async def finalize(self, task, episode):
         for trace in episode.traces:
+            value = 1.0 + sum(map(ord, trace.last_reply)) % 7
             if trace.agent.name != "user":
-                value = 1.0 + sum(map(ord, trace.last_reply)) % 7
                 trace.record_reward("game", value if trace.agent.name == "solver" else -value)
 
 
 class Two(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    INFINITE = True
+
     def load(self):
-        return [vf.Task(vf.TaskData(prompt=f"t{i}"), self.config.task) for i in range(5)]
+        for i in itertools.count():
+            yield vf.Task(vf.TaskData(prompt=f"t{i}"), self.config.task)
