@@ -13,7 +13,6 @@ import torch
 from conftest import all_batches, lines, write_batches
 from transformers import AutoModelForCausalLM
 
-import configs
 import trainer
 from configs import served_name
 from configs.algorithms import advantages, distill, orders, turns
@@ -23,8 +22,8 @@ from orchestrator import Rollout, Sequence, add_advantages, to_arrays
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
-BY_TOKEN = ["cispo", "grpo", "losses:dr_grpo", "losses:dppo", "losses:icepop", "losses:sapo", "losses:truncated"]
-NAMES = [*BY_TOKEN, "losses:gspo", "losses:sequence_masked"]
+CLIPPING = ["losses:dr_grpo", "losses:dppo", "losses:icepop", "losses:truncated"]
+NAMES = [*CLIPPING, "losses:sapo", "losses:gspo", "losses:sequence_masked", "cispo", "grpo"]
 LOG_R = [-25.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.7, 25.0]  # logp - old_logp, on either side of each edge
 OLD = [-30.0, -0.3, -0.5, -1.0, -1.0, -1.0, -1.5, -1.5, -3.0, -30.0]
 
@@ -42,10 +41,12 @@ def micro_of(old, adv, rows=None, **more):
 
 
 def step_loss(name, micro, logp, **args):
-    """The loss of the step, and what is logged."""
+    """The loss of the step, after its gradient went to logp, and what is logged."""
     t = SimpleNamespace(loss=name, loss_args=args, beta=0.0, updates_per_batch=2, minibatches=1)
     loss_N, logs = trainer.compute_loss(dict(micro), logp, torch.zeros_like(logp), t)
-    return loss_N.sum() / micro["num_tokens"], logs
+    loss = loss_N.sum() / micro["num_tokens"]
+    loss.backward()
+    return loss.item(), logs
 
 
 def by_hand(name, log_r, adv, old):
@@ -54,32 +55,24 @@ def by_hand(name, log_r, adv, old):
     r = math.exp(min(max(log_r, -20), 20))
     free = -r * adv * (abs(log_r) < 20)
     moved = math.exp(old + log_r) - math.exp(old)
-    if name == "cispo":
-        return -min(r, 5) * adv, r > 5
     if name == "losses:icepop":
         return (0.0, True) if not 0.5 <= r <= 5 else (-r * adv, False)
     if name == "losses:dppo":
         is_out = moved > 0.2 if adv > 0 else moved < -0.2
         return (0.0 if is_out else free) + 2e-3 * log_r * (abs(log_r) < 20), is_out
-    if name == "losses:sapo":
-        tau = 1.0 if adv > 0 else 1.05
-        sigmoid = 1 / (1 + math.exp(-min(tau * (r - 1), 700)))
-        return 4 * sigmoid * (1 - sigmoid) * free, None
     is_out = r > (1.2 if name == "losses:dr_grpo" else 1.28) if adv > 0 else r < 0.8
     return 0.0 if is_out else free, is_out
 
 
-@pytest.mark.parametrize("name", BY_TOKEN)
+@pytest.mark.parametrize("name", CLIPPING)
 @pytest.mark.parametrize("adv", [0.7, -0.7])
-def test_losses_by_token_have_the_gradients_of_their_papers(name, adv):
-    old = double(OLD)
-    logp = (old + double(LOG_R)).requires_grad_()
-    micro = micro_of(old, torch.full_like(old, adv), max_tokens=10)  # dr_grpo's divisor is the number of tokens then
-    loss, logs = step_loss(name, micro, logp)
-    loss.backward()
-    expected = [by_hand(name, *token) for token in zip(LOG_R, [adv] * len(OLD), OLD)]
+def test_clipped_losses_have_the_gradients_of_their_papers(name, adv):
+    logp = (double(OLD) + double(LOG_R)).requires_grad_()
+    # dr_grpo's divisor is the number of tokens here.
+    _, logs = step_loss(name, micro_of(double(OLD), double([adv] * len(OLD)), max_tokens=len(OLD)), logp)
+    expected = [by_hand(name, log_r, adv, old) for log_r, old in zip(LOG_R, OLD)]
     np.testing.assert_allclose(logp.grad * len(OLD), [grad for grad, _ in expected], rtol=1e-6, atol=1e-9)
-    assert name == "losses:sapo" or logs["policy/clip_frac"].tolist() == [is_out for _, is_out in expected]
+    assert logs["policy/clip_frac"].tolist() == [is_out for _, is_out in expected]
 
 
 # The numbers of TRL 1.16.0's GRPOTrainer._compute_loss for cispo, dapo, dr_grpo, sapo, importance_sampling_level =
@@ -93,74 +86,53 @@ TRL = {
     ("losses:sapo", 1): (-0.5452016918001392, [-0.1699129841, -0.0745635313, -0.1259566275, -0.0056552424,
                                                0.0623373771, 0.0988703571, 0.0102292069]),
     ("losses:gspo", 1e-3): (-0.09999495461668018, [0, 0, 0, 0, 0.1000550151, 0.1000550151, 0.1000550151]),
-    ("losses:sequence_masked", None): (0.037855798269048786, [0, 0, 0, 0, 0.0156585878, 0, 0.0124412742]),
+    ("losses:sequence_masked", 0): (0.037855798269048786, [0, 0, 0, 0, 0.0156585878, 0, 0.0124412742]),
 }  # fmt: skip
 SAMPLER = double([-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5])
 SHIFT = double([0.5, -0.4, 0.1, 2.0, -0.3, 0.15, 1.8])  # policy - sampler
 BEFORE = double([0.5, -0.4, 0.1, 0.9, -0.3, 0.15, -1.8])  # the policy before the batch's first update - sampler
 SINCE = double([0.1, 0.4, -0.3, 0.0, 0.25, -0.4, 0.02])  # policy - policy before
-TWO = {"adv": double([0.8] * 4 + [-0.6] * 3), "rows": [0] * 4 + [1] * 3}
 
 
 @pytest.mark.parametrize("case", TRL, ids=str)
 def test_losses_equal_trls(case):
     name, scale = case
-    shift = scale * SHIFT if scale else BEFORE + SINCE
-    logp = (SAMPLER + shift).requires_grad_()
-    loss, _ = step_loss(name, micro_of(SAMPLER, **TWO, prox_logp_N=SAMPLER + BEFORE), logp)
-    loss.backward()
-    assert loss.item() == pytest.approx(TRL[case][0], abs=1e-9)
+    logp = (SAMPLER + (scale * SHIFT if scale else BEFORE + SINCE)).requires_grad_()
+    adv = double([0.8] * 4 + [-0.6] * 3)
+    loss, _ = step_loss(name, micro_of(SAMPLER, adv, [0] * 4 + [1] * 3, prox_logp_N=SAMPLER + BEFORE), logp)
+    assert loss == pytest.approx(TRL[case][0], abs=1e-9)
     np.testing.assert_allclose(logp.grad, TRL[case][1], atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["losses:truncated", "losses:sequence_masked"])
-def test_weights_stop_at_high(name):
-    """prox / sampler of four tokens of two sequences; the policy is prox, so that a token's gradient is -weight A."""
-    logp = double([math.log(x) for x in (1.5, 2.5, 0.5, 1.0)]).requires_grad_()
+@pytest.mark.parametrize("high, expected", [(2.0, [1.5, 2, 0.5]), (4.0, [1.5, 2.5, 0.5])])
+def test_truncated_weights(high, expected):
+    """The policy is prox, so the gradient of a token is its weight."""
+    logp = double([math.log(x) for x in (1.5, 2.5, 0.5)]).requires_grad_()
     zero = torch.zeros_like(logp)
-    micro = micro_of(zero, zero + 1, [0, 0, 1, 1], prox_logp_N=logp.detach())
-    for high, expected in ((2.0, [1.5, 2, 0.5, 1]), (4.0, [1.5, 2.5, 0.5, 1])):
-        if name == "losses:sequence_masked":
-            expected = [3.75 * (high == 4)] * 2 + [0.5] * 2
-        logp.grad = None
-        loss, logs = step_loss(name, micro, logp, high=high)
-        loss.backward()
-        assert (-4 * logp.grad).tolist() == pytest.approx(expected) == logs["policy/importance"].tolist()
+    step_loss("losses:truncated", micro_of(zero, zero - 3, prox_logp_N=logp.detach()), logp, high=high)
+    assert logp.grad.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_imitated_tokens_have_their_own_loss_and_no_part_in_a_ratio(name):
-    """A token without a sampler's log-probability between others changes nothing about theirs, whatever its numbers."""
-    micro = micro_of(SAMPLER[:3], double([0.5, 0.5, -1.0]), [0, 0, 1], num_tokens=4, num_sequences=2)
+    """One among others, without a sampler's log-probability, changes nothing about theirs."""
     logp = (SAMPLER[:3] + 1e-4).requires_grad_()
-    alone, _ = step_loss(name, micro, logp)
-    alone.backward()
+    alone, _ = step_loss(name, micro_of(SAMPLER[:3], double([0.5, 0.5, -1.0]), [0, 0, 1], num_tokens=4), logp)
     old = torch.cat([SAMPLER[:1], double([math.nan]), SAMPLER[1:3]])
-    mixed = micro_of(old, double([0.5, 9.0, 0.5, -1.0]), [0, 0, 0, 1], num_sequences=2)
     longer = torch.cat([logp.detach()[:1], double([-7.0]), logp.detach()[1:]]).requires_grad_()
-    both, _ = step_loss(name, mixed, longer)
-    both.backward()
-    assert both.item() == pytest.approx(alone.item() + 9 * 7 / 4) and longer.grad[1] == -9 / 4
+    both, _ = step_loss(name, micro_of(old, double([0.5, 9.0, 0.5, -1.0]), [0, 0, 0, 1]), longer)
+    assert both == pytest.approx(alone + 9 * 7 / 4) and longer.grad[1] == -9 / 4
     torch.testing.assert_close(longer.grad[[0, 2, 3]], logp.grad)
-
-
-@pytest.mark.parametrize("gap", [-1e4, 1e4])
-@pytest.mark.parametrize("name", NAMES)
-def test_losses_stay_finite_for_any_ratio(name, gap):
-    logp = torch.tensor([-1.0, min(0.0, gap - 1)], requires_grad=True)
-    loss, _ = step_loss(name, micro_of(torch.tensor([-1.0, -1.0 - gap]), torch.ones(2)), logp)
-    loss.backward()
-    assert loss.isfinite() and logp.grad.isfinite().all()
 
 
 def test_prox_is_the_policy_before_the_first_update(make_cfg, tmp_path):
     """So its distance to the sampler is the same in the first and in the last of several epochs."""
+    path = write_batches(tmp_path / "saved") / "step_000000.safetensors"
     found = []
     for epochs in (1, 3):
-        cfg = make_cfg("trainer.loss=losses:truncated", "trainer.loss_args.high=99.0",
-                       f"trainer.updates_per_batch={epochs}", "trainer.learning_rate=0.01")  # fmt: skip
+        cfg = make_cfg("trainer.loss=losses:truncated", f"trainer.updates_per_batch={epochs}")
         policy = trainer.build_policy(cfg)
-        batch = trainer.load_batch(write_batches(tmp_path / "saved") / "step_000000.safetensors", policy.device)
+        batch = trainer.load_batch(path, policy.device)
         metrics, _ = trainer.train_step(policy, trainer.make_optimizer(policy, cfg.trainer), batch, 0, cfg)
         found.append(metrics["policy/importance"])
     assert found[0] == pytest.approx(found[1], abs=1e-5)
@@ -203,34 +175,23 @@ def test_advantages_by_hand(name):
     assert group[0].dropped == ("flat" if name == "zero" else "")
 
 
-def test_permuted_rewards_are_those_of_the_group_by_chance():
-    found = []
-    for number in range(20):
-        group = group_of(np.arange(8.0), group=[number] * 8)
-        found.append(advantages.permuted(np.arange(8.0), group).tolist())
-        assert found[-1] == advantages.permuted(np.arange(8.0), group).tolist()
-        assert sorted(found[-1]) == (np.arange(8) - 3.5).tolist()
-    assert len({tuple(row) for row in found}) > 15
-
-
-def test_a_running_baseline_gives_equal_rewards_an_advantage():
+def test_permuted_and_running():
+    rewards = np.arange(8.0)
+    found = [advantages.permuted(rewards, group_of(rewards, group=[number] * 8)).tolist() for number in (*range(20), 0)]
+    assert found[0] == found[-1] and len({tuple(row) for row in found}) > 15
+    assert all(sorted(row) == (rewards - 3.5).tolist() for row in found)
     advantages.BASELINES.clear()
-    ones, zeros = np.ones(4), np.zeros(4)
-    assert advantages.running(ones, group_of(ones)).tolist() == [0] * 4
-    assert advantages.running(zeros, group_of(zeros)).tolist() == [-1] * 4
-    assert advantages.running(zeros, group_of(zeros)).tolist() == pytest.approx([-(0.95**4)] * 4)
+    found = [advantages.running(np.full(4, x), group_of(R)).tolist() for x in (1.0, 0.0, 0.0)]
+    assert found == [[0] * 4, [-1] * 4, pytest.approx([-(0.95**4)] * 4)]
 
 
 def test_credit_by_turn(monkeypatch):
     """The baseline of a turn counts rollouts that ended before it as 0. What no turn earned is the last one's."""
-    states = [{"turn_rewards": [1.0, 2.0]}, {"turn_rewards": [4.0]}]
-    group = group_of([3.5, 4.0], state=states, num_turns=[2, 1])
-    monkeypatch.setattr(turns, "GAMMA", 0.5)
-    found = turns.by_turn(np.array([3.5, 4.0]), group)  # returns: 1 + 2.5 / 2, 2.5; and 4
-    assert [x.tolist() for x in found] == [[2.25 - 3.125, 2.5 - 1.25], [4 - 3.125]]
+    group = group_of([3.5, 4.0], state=[{"turn_rewards": [1.0, 2.0]}, {"turn_rewards": [4.0]}], num_turns=[2, 1])
     group[0].sequences[0].turn = np.array([0, 0, 1], np.int32)
-    add_advantages(group, turns.by_turn)
-    assert [r.sequences[0].adv.tolist() for r in group] == [[0, -0.875, 1.25], [0, 0.875, 0.875]]
+    monkeypatch.setattr(turns, "GAMMA", 0.5)
+    add_advantages(group, turns.by_turn)  # returns: 1 + 2.5 / 2, 2.5; and 4
+    assert [r.sequences[0].adv.tolist() for r in group] == [[0, 2.25 - 3.125, 2.5 - 1.25], [0, 0.875, 0.875]]
     with pytest.raises(ConfigError, match="turns:by_turn"):
         add_advantages(group, advantages.zero)
 
@@ -264,16 +225,15 @@ def test_difficulty_prefers_rows_that_are_solved_half_of_the_time(make_cfg):
 
 
 def test_a_curriculum_has_periods_and_retires_rows(make_cfg):
-    make = make_cfg("orchestrator.order=orders:Curriculum", "orchestrator.order_args={periods={hard=[2, 4]}}")
-    order = configs.find(make.orchestrator.order)("e", ROWS, make, {}, **make.orchestrator.order_args, retire_after=2)
+    order = orders.Curriculum("e", ROWS, make_cfg(), {}, periods={"hard": [2, 4]}, retire_after=2)
     for step, expected in ((1, {0, 2, 4, 6}), (2, set(range(8))), (3, set(range(8))), (4, {0, 2, 4, 6})):
         assert set(picks(order, step)) == expected
     commit(order, {0: 1.0, 2: 1.0, 4: 1.0}, "flat")
     commit(order, {0: 1.0, 4: 1.0}, "flat")
-    commit(order, {4: 1.0})
+    commit(order, {4: 1.0})  # not flat
     assert set(picks(order, 1)) == {2, 4, 6}
+    order.retire_after = 0.5
     commit(order, {2: 1.0, 4: 1.0, 6: 1.0}, "flat")
-    commit(order, {4: 1.0, 6: 1.0}, "flat")
     with pytest.raises(DataError, match="no row of e is left at step 1"):
         picks(order, 1)
 
@@ -290,9 +250,8 @@ def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
     """A quarter as many as rollouts, with the run's template and stop token; all of them before one comes again."""
     talks = [{"prompt": [{"role": "user", "content": f"say {i}"}],
               "completion": [{"role": "assistant", "content": f"{i} it is"}]} for i in range(7)]  # fmt: skip
-    file = tmp_path / "talks.jsonl"
-    file.write_text("\n".join(map(json.dumps, talks)))
-    args = f'orchestrator.order_args={{ path = "{file}", share = 0.25, weight = 0.5 }}'
+    (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    args = f'orchestrator.order_args={{ path = "{tmp_path}/talks.jsonl", share = 0.25, weight = 0.5 }}'
     env = SingleTurnEnv(rows(), rubric=Rubric([letters]))
     said = []
     for _, sequences in all_batches(run(2, env, "orchestrator.order=orders:Demonstrations", args)):
@@ -300,9 +259,9 @@ def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
         assert len(sequences) == 20 and len(shown) == 4
         for s in shown:
             assert np.isnan(s["old_logp"]).all() and (s["adv"] == 0.5 * s["mask"]).all()
-            text = run.tokenizer.decode(s["tokens"])
             said.append(run.tokenizer.decode(s["tokens"][s["mask"]]))
-            assert text == f"<|user|>say {said[-1][0]}<|end|><|assistant|>{said[-1]}"
+            whole = run.tokenizer.decode(s["tokens"])
+            assert whole == f"<|user|>say {said[-1][0]}<|end|><|assistant|>{said[-1]}"
     assert len(said) == 8 and set(said) == {f"{i} it is<|end|>" for i in range(7)}
 
 
@@ -324,50 +283,46 @@ class Turns(MultiTurnEnv):
         return [{"role": "user", "content": f"turn {state['turn']}"}]
 
 
-TASKS = {
-    "single": SingleTurnEnv(rows(), rubric=Rubric([nothing])),
-    "turns": Turns(rows(), max_turns=3, rubric=Rubric([nothing])),
-}
 TEACHER = ["teacher.weight=0.5", "orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0"]
 
 
-@pytest.mark.parametrize("kind, prompt", [("single", ""), ("turns", "test_algorithms:hint")])
+@pytest.mark.parametrize("kind, prompt", [(SingleTurnEnv, ""), (Turns, "test_algorithms:hint")])
 def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind, prompt):
     """adv = weight x (log p_teacher - log p_sampler), where the teacher may read another prompt."""
     more = [f"teacher.prompt={prompt}"] if prompt else ["orchestrator.sampling.max_tokens=63"]
-    run_dir = run(2, TASKS[kind], *TEACHER, *more)
+    run_dir = run(2, kind(rows(), rubric=Rubric([nothing])), *TEACHER, *more)
     network = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)
     states = {(r["step"], r["group"], r["rollout"]): r for r in lines(run_dir / "rollouts.jsonl")}
     assert not any(r["error"] for r in states.values())
-    num_full = 0
+    lens = []
     for step, (_, sequences) in enumerate(all_batches(run_dir)):
         for s in sequences:
-            tokens = s["tokens"].tolist()
             first = int(s["mask"].argmax())
-            prefix = tokens[:first]
+            prefix, said = np.split(s["tokens"], [first])
             if prompt:
                 group = [r for key, r in states.items() if key[:2] == (step, s["group"])]
                 messages = hint(states[step, s["group"], s["rollout"]], group)
                 prefix = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-            ids = torch.tensor([prefix + tokens[first:]])
+            ids = torch.tensor([[*prefix, *said]]).long()
             with torch.no_grad():
                 logp = network(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[len(prefix) - 1 :, 0]
             expected = np.where(s["mask"][first:], 0.5 * (logp.numpy() - s["old_logp"][first:]), 0)
             expected[63 - len(prefix) :] = 0  # vLLM scores no prompt that fills its context
-            num_full += len(tokens) == 64
             np.testing.assert_allclose(s["adv"][first:], expected, atol=1e-4)
-            assert s["adv"].any() and not s["adv"][:first].any()
-    assert num_full or prompt
+            assert expected.any() and not s["adv"][:first].any()
+            lens.append(len(s["tokens"]))
+    assert max(lens) == 64 or prompt
 
 
 def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
+    env = SingleTurnEnv(rows(), rubric=Rubric([nothing]))
     with pytest.raises(DataError, match="rollouts were lost, mostly: ValueError: zip"):
-        run(9, TASKS["single"], *TEACHER, "orchestrator.max_error_share=0.5", fake={"teacher": "short"})
+        run(9, env, *TEACHER, "orchestrator.max_error_share=0.5", fake={"teacher": "short"})
 
 
-def test_a_teacher_elsewhere_has_the_same_vocabulary_and_its_own_name(make_cfg, monkeypatch):
-    """A frozen teacher is the model that LoRA in 16 bits started from, another one the version of the rollouts."""
-    lora = ["trainer.use_lora=true", "trainer.dtype=bf16", "teacher.weight=0.5"]
+def test_who_is_asked_as_a_teacher(make_cfg):
+    """A frozen one is what LoRA in 16 bits started from, one elsewhere has its own name and the same vocabulary; any
+    other is the version of the rollouts."""
     asked = []
 
     class Client:
@@ -380,16 +335,16 @@ def test_a_teacher_elsewhere_has_the_same_vocabulary_and_its_own_name(make_cfg, 
 
     def teach(*overrides):
         distill.KNOWN.clear()
-        asked.clear()
-        Client.cfg = make_cfg(*overrides)
+        Client.cfg = make_cfg("teacher.weight=0.5", *overrides)
         s = to_arrays(Sequence([5, 6], [False, True], [np.nan, -1.0], [0, 0], [0.0, 0.0]))
         asyncio.run(distill.teach(Client(), Rollout("e", 0, 0, 0, 0, sequences=[s]), []))
         assert s.adv.tolist() == [0, -0.25]
         return asked[-1]
 
+    lora = ["trainer.use_lora=true", "trainer.dtype=bf16"]
     assert teach(*lora) == ("", served_name(Client.cfg, 7)) != ("", served_name(Client.cfg))
     assert teach(*lora, "teacher.frozen=true") == ("", served_name(Client.cfg))
-    elsewhere = ["teacher.weight=0.5", "teacher.base_url=http://127.0.0.1:9", "teacher.model=large"]
+    elsewhere = ["teacher.base_url=http://127.0.0.1:9", "teacher.model=large"]
     assert teach(*elsewhere) == ("http://127.0.0.1:9", "large")
     Client.tokens = [2]
     with pytest.raises(ConfigError, match="its vocabulary is not the policy's"):
@@ -414,8 +369,4 @@ def test_the_reference_is_the_first_policy_and_moves_toward_the_later_ones(make_
         metrics, table = trainer.train_step(policy, optimizer, batch, step, cfg)
         x_T = (ref_T - logp_T).double()
         torch.testing.assert_close(table["policy/kl_ref"].double(), x_T.exp() - 1 - x_T, atol=1e-5, rtol=1e-4)
-        plain_T = table["loss"] - 0.5 * table["policy/kl_ref"]
-        r_T = (logp_T - batch.fields["old_logp"].nan_to_num()).exp().clamp(max=5)
-        expected_T = torch.where(batch.fields["mask"], -r_T * batch.fields["adv"] * logp_T, 0)
-        torch.testing.assert_close(plain_T, expected_T, atol=1e-5, rtol=1e-4)
     assert metrics["policy/kl_ref"] > 1e-4

@@ -1,17 +1,15 @@
 """configs/tasks/ and the toys of configs/models/: rows, rewards and tools with a scripted policy; the warm-up."""
 
 import importlib
-import json
 import os
 import re
 import subprocess
 import sys
-import types
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 import transformers
 from conftest import ROOT
 from plain_server import PlainServer
@@ -21,20 +19,18 @@ from configs import load_config
 from configs.models import toy
 from configs.models.demonstrations import tokenize_conversation
 from configs.runtime.role import ConfigError
-from configs.tasks import gsm8k, math_python, reverse_distill, wiki_search, wordle
+from configs.tasks import gsm8k, judge_style, math_python, reverse_distill, wiki_search, wordle
 from configs.tasks import reasoning_gym as rg
 from env import load_environment
 
 TOYS = "alphabet_sort gsm8k judge_style math_python reasoning_gym reverse_text reverse_vf wiki_search wordle".split()
-UNSANDBOXED = ["env.args.allow_unsandboxed_python=true"]
 
 
 @pytest.mark.parametrize("name", TOYS)
 def test_toys_fit_their_configuration(name):
-    """Splits share no row; demonstrations are as the policy will speak, and fit, and so do the longest prompts."""
-    if name == "reverse_vf":
-        pytest.importorskip("verifiers")
-    cfg = load_config(ROOT / "configs" / f"{name}.toml", UNSANDBOXED if name == "math_python" else [])
+    """Splits share no row; demonstrations are what the policy would say, in tokens that it has, and fit."""
+    more = ["env.args.allow_unsandboxed_python=true"] if name == "math_python" else []
+    cfg = load_config(ROOT / "configs" / f"{name}.toml", more)
     env = load_environment(cfg.env[0].id, cfg.env[0].args)
     train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))
     assert train and held_out and not train & held_out
@@ -42,33 +38,20 @@ def test_toys_fit_their_configuration(name):
     tokenizer = toy.make_tokenizer(getattr(task, "TOKENS", ()))
     talks = task.demonstrations(256)
     assert len(talks) == 256 and talks == task.demonstrations(256)
-    asked = {talk[-2]["content"] for talk in talks} if name not in ("alphabet_sort", "wiki_search", "wordle") else set()
-    assert not asked & {row["question"] for row in env.eval_dataset}
+    if name != "wordle":  # whose first question is always the same
+        asked = {message["content"] for talk in talks for message in talk}
+        assert not asked & {row["question"] for row in env.eval_dataset}
     for talk in talks:
-        (s,) = tokenize_conversation(tokenizer, talk)  # one: what it says is what the template shows
+        (s,) = tokenize_conversation(tokenizer, talk)  # one: what was said is part of each later prompt
         assert len(s.tokens) < cfg.run.max_seq_len and tokenizer.unk_token_id not in s.tokens
-        turns = Counter(turn for turn, is_said in zip(s.turn, s.mask) if is_said)
-        assert max(turns.values()) <= cfg.sampling.max_tokens
-    for row in env.dataset[:256] + env.eval_dataset[:256]:
-        ids = tokenizer.apply_chat_template(env.start(row)["prompt"], return_dict=False)
-        assert len(ids) + 16 <= cfg.run.max_seq_len
-
-
-SPLITS = {
-    "alphabet_sort": {"warmup": 4000, "train": 1000, "eval": 128},
-    "math_python": {"warmup": 3000, "train": 4096, "eval": 128},
-    "reverse_text": {"warmup": 95 * 64, "train": 8192, "eval": 256},
-}
-
-
-@pytest.mark.parametrize("name", SPLITS)
-def test_splits_share_nothing(name):
-    rows = importlib.import_module(f"configs.tasks.{name}").rows
-    questions = [str(row) for split, num in SPLITS[name].items() for row in rows(split, num)]
-    assert len(set(questions)) == sum(SPLITS[name].values())
+        assert max(Counter(np.array(s.turn)[s.mask]).values()) <= cfg.sampling.max_tokens
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
+
+
+def texts(completion, role):
+    return [message["content"] for message in completion if message["role"] == role]
 
 
 def test_reverse_text(tmp_path):
@@ -90,47 +73,39 @@ def test_alphabet_sort_asks_again_and_rewards_each_turn():
     first, second, third = row["info"]["answers"]
     state, reward, metrics = play(env, row, first, second, third.upper())
     assert state["turn_rewards"] == pytest.approx([1 / 3] * 3) and metrics["exact"] == 1 and reward == pytest.approx(1)
-    asked = [message["content"] for message in state["prompt"] + state["completion"] if message["role"] == "user"]
-    assert sorted(" ".join(asked).replace("Sort:", "").replace("Add:", "").split()) == third.split() and len(asked) == 3
+    asked = " ".join(texts(state["prompt"] + state["completion"], "user")).replace("Sort:", "").replace("Add:", "")
+    assert sorted(asked.split()) == third.split()
     state, _, metrics = play(env, row, first, " ".join(reversed(second.split())), third)
     assert state["turn_rewards"][::2] == pytest.approx([1 / 3] * 2) and 0 < state["turn_rewards"][1] < 1 / 15
-    assert metrics["exact"] == 0
     with pytest.raises(ValueError, match="there are only 3.. of 500 different rows for train"):
         load_environment("alphabet_sort", {"first": 2, "turns": 1, "num_train": 500})
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("$1,200.50", 1200.5), ("-7.", -7), ("\u22125", -5), ("1{,}200", 1200), (".5", 0.5), ("+3", 3), ("1,23", None),
-    ("1/2", None), ("8 9", None), ("1e5", None), ("seven", None), ("", None), (None, None),
-])  # fmt: skip
-def test_gsm8k_reads_numbers(text, expected):
-    assert gsm8k.number(text) == expected
-
-
-def test_gsm8k(tmp_path):
+def test_gsm8k():
+    numbers = {"$1,200.50": 1200.5, "-7.": -7, "\u22125": -5, "1{,}200": 1200, ".5": 0.5, "1,23": None, "1/2": None}
+    numbers |= {"8 9": None, "1e5": None, "seven": None, "": None, None: None}
+    assert {text: gsm8k.number(text) for text in numbers} == numbers
     env = load_environment("gsm8k", {"path": str(gsm8k.SAMPLE), "num_train": 3})
     assert len(env.dataset) == 3 and len(env.eval_dataset) == 8 and "<reasoning>" in env.head[0]["content"]
     row = env.dataset[0]
     right = f"<reasoning>\nso\n</reasoning>\n<answer>\n${row['answer']}.0\n</answer>"
     assert play(env, row, right)[1] == pytest.approx(1.2)
     assert play(env, row, row["answer"])[1] == 0 and play(env, row, right.replace(row["answer"], "8e9"))[1] == 0.2
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "two"}))
     with pytest.raises(ValueError, match="no '#### number'"):
-        gsm8k.load_environment(str(tmp_path / "rows.jsonl"))
+        gsm8k.read_rows([{"question": "1 + 1?", "answer": "two"}])
 
 
-@pytest.mark.parametrize("text, answer, right", [
+ANSWERS = [  # the text, the answer, whether it is right
     ("so 12*7+5 = 89.", "89", 1), ("it is -5", "-5", 1), ("12-7", "7", 1), ("12 - 7", "-7", 0), ("8 9", "89", 0),
     (r"\boxed{89} of 3", "89", 1), (r"\boxed{3} then \boxed{ 1,089 }", "1089", 1), (r"\boxed{} 89", "89", 0),
     ("1,089.0", "1089", 1), ("", "0", 0), ("none", "1", 0), (r"\boxed{x^{2}}", "x^{2}", 1), ("9" * 5000, "1", 0),
     ("x = \u22125", "-5", 1), ("1/2", "2", 0), ("so 1/2.", "1/2", 1), ("1e5", "5", 0), ("10^3", "3", 0), ("89", 89, 1),
-])  # fmt: skip
-def test_math_python_reads_answers(text, answer, right):
-    assert math_python.correct([{"role": "assistant", "content": text}], answer) == right
-    assert math_python.correct([{"role": "tool", "content": text}], answer) == 0
+]  # fmt: skip
 
 
-def test_math_python_runs_code(tmp_path):
+def test_math_python(tmp_path):
+    for text, answer, is_right in ANSWERS:
+        assert math_python.correct([{"role": "assistant", "content": text}], answer) == is_right, text
     for row in math_python.rows("train", 500):
         assert str(eval(row["question"][:-1])) == row["answer"]  # our own expression
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": {i + 1}}}\n' for i in range(9)))
@@ -139,58 +114,48 @@ def test_math_python_runs_code(tmp_path):
     assert [row["question"][0] for row in env.dataset + env.eval_dataset] == list("0123678")
     call = wiki_search.call("python", {"code": "print(2 + 1)"})
     state, reward, metrics = play(env, env.dataset[2], call, "It is 3.")
-    assert state["completion"][1]["content"] == "3" and (reward, metrics["tool_calls"]) == (1, 1)
+    assert texts(state["completion"], "tool") == ["3"] and (reward, metrics["tool_calls"]) == (1, 1)
     state, reward, _ = play(env, env.dataset[2], *[call] * 4)
     assert reward == 0 and state["turn"] == 4  # what a tool printed is not an answer
 
 
-@pytest.mark.parametrize("guess, secret, expected", [
-    ("crane", "crane", "GGGGG"), ("crane", "ghost", "XXXXX"),
-    ("eerie", "there", "YXYXG"),  # the last e is in place; of the others only the first is elsewhere
-    ("allee", "apple", "GYXXG"), ("array", "radar", "YYYGX"), ("sassy", "glass", "YYXGX"), ("level", "hello", "YGXXY"),
-])  # fmt: skip
-def test_wordle_marks(guess, secret, expected):
-    assert wordle.marks(guess, secret) == expected
+MARKS = {  # the last e of eerie is in its place in there; of the others only the first is elsewhere
+    ("eerie", "there"): "YXYXG", ("allee", "apple"): "GYXXG", ("array", "radar"): "YYYGX", ("crane", "ghost"): "XXXXX",
+    ("sassy", "glass"): "YYXGX", ("level", "hello"): "YGXXY",
+}  # fmt: skip
 
 
 def test_wordle():
+    assert {pair: wordle.marks(*pair) for pair in MARKS} == MARKS
     env = wordle.load_environment()
     row = {"question": "6 left", "answer": "apple"}
     state, reward, metrics = play(env, row, "<guess>crane</guess>", "<guess> AMPLE </guess>", "<guess>apple</guess>")
-    said = [message["content"] for message in state["completion"] if message["role"] == "user"]
-    assert said == ["XXYXG 5 left", "GXGGG 4 left"] and state["turn"] == 3
+    assert texts(state["completion"], "user") == ["XXYXG 5 left", "GXGGG 4 left"] and state["turn"] == 3
     assert metrics == {"solved": 1.0, "best_greens": 1.0, "turns_left": 0.6, "format_reward": 1.0}
     assert reward == pytest.approx(1 + 0.2 + 0.2 * 0.6 + 0.2)
     bad = ["apples", "appl\u00e9", "12345", "ample"]
     state, _, metrics = play(env, row, "", "apple", *(f"<guess>{word}</guess>" for word in bad))
-    assert "bad guess 1 left" in str(state["completion"][-2]) and state["turn"] == 6
+    assert texts(state["completion"], "user")[-1] == "bad guess 1 left" and state["turn"] == 6
     assert metrics == {"solved": 0, "best_greens": 0.8, "turns_left": 0, "format_reward": pytest.approx(4 / 6)}
     env = wordle.load_environment(use_think=True)
-    assert "<think>" in env.head[0]["content"]
     assert play(env, row, "<think>not <guess>crane</guess></think>\n<guess>apple</guess>")[2]["solved"] == 1
     assert play(env, row, "<guess>apple</guess>")[2]["format_reward"] < 1
-    for talk in wordle.demonstrations(100):  # all feedback agrees with the last guess
-        guesses = [message["content"][7:-8] for message in talk if message["role"] == "assistant"]
-        said = [message["content"] for message in talk[2:] if message["role"] == "user"]
-        assert said == [f"{wordle.marks(guess, guesses[-1])} {5 - i} left" for i, guess in enumerate(guesses[:-1])]
 
 
 def test_wiki_search(tmp_path):
     env = load_environment("wiki_search", {"max_turns": 4})
     row = env.eval_dataset[7]
-    name = row["info"]["title"]
-    search = wiki_search.call("search_pages", {"query": name})
-    page_id = play(env, row, search, "x")[0]["completion"][1]["content"].partition(":")[0]
+    search = wiki_search.call("search_pages", {"query": row["info"]["title"]})
+    page_id, _, name = texts(play(env, row, search, "x")[0]["completion"], "tool")[0].partition(": ")
     view = wiki_search.call("view_page", {"page_id": page_id})
     state, reward, metrics = play(env, row, search, view, row["answer"].upper() + ".")
     assert metrics == {"correct": 1.0, "progress": 2.0} and state["turn_rewards"] == pytest.approx([0.2, 0.2, 0.6])
-    texts = [message["content"] for message in state["completion"] if message["role"] == "tool"]
-    assert texts == [f"{page_id}: {name}", f"{name} lives in {row['answer']}."]
-    state, _, metrics = play(env, row, search, search, view, f"it is {row['answer']} or not")
+    assert texts(state["completion"], "tool")[1] == f"{name} lives in {row['answer']}."
+    state, _, _ = play(env, row, search, search, view, f"it is {row['answer']} or not")
     assert state["turn_rewards"] == pytest.approx([0.2, 0, 0.2, 0])  # the same search again earns nothing
     wrong = [wiki_search.call("view_page", {"page_id": row["answer"]}), wiki_search.call("search_pages", {name: ""})]
-    state, reward, _ = play(env, row, *wrong, "x")  # an error that repeats the words of the call earns nothing
-    assert state["completion"][1]["content"].startswith("error: ValueError: no page") and reward == 0
+    state, reward, _ = play(env, row, *wrong, "x")  # nor does an error that repeats the words of the call
+    assert "no page" in texts(state["completion"], "tool")[0] and reward == 0
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.md").write_text("# Lake Como\n\nA lake in Lombardy.\n")
     (tmp_path / "sub" / "b.txt").write_text("Mount Etna\nA volcano in Sicily.\n")
@@ -199,20 +164,20 @@ def test_wiki_search(tmp_path):
     env = load_environment("wiki_search", args)
     search = wiki_search.call("search_pages", {"query": "which volcano?"})
     state, reward, _ = play(env, env.dataset[1], search, wiki_search.call("view_page", {"page_id": "1"}), "sicily")
-    assert state["completion"][1]["content"] == "1: Mount Etna" and reward == pytest.approx(0.8)
+    assert texts(state["completion"], "tool")[0] == "1: Mount Etna" and reward == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("task", ["chain_sum", ["gcd", "knights_knaves"]])
-def test_reasoning_gym_scores_with_the_package(task):
-    env = load_environment("reasoning_gym", {"task": task, "num_train": 40, "num_eval": 2})
+@pytest.mark.parametrize("tasks", [["chain_sum"], ["gcd", "knights_knaves"]])
+def test_reasoning_gym_scores_with_the_package(tasks):
+    env = rg.load_environment(tasks, num_train=40, num_eval=2)
     names = Counter(row["info"]["entry"]["metadata"]["source_dataset"] for row in env.dataset)
-    assert set(names) == {*([task] if isinstance(task, str) else task)} and min(names.values()) > 10
+    assert set(names) == set(tasks) and min(names.values()) > 10
     for row in env.dataset[:4] + env.eval_dataset:
         assert play(env, row, f"<answer>\n{row['answer']}\n</answer>")[1] == pytest.approx(1.1)
         assert play(env, row, row["answer"])[1] == 0
         assert play(env, row, "<answer>\u00b2 ((</answer>")[2]["score_answer"] < 0.2
-    rows, other = (rg.load_environment(num_train=50, seed=seed).dataset for seed in (0, 1))
-    assert rows == rg.load_environment(num_train=50).dataset != other
+    with pytest.raises(ValueError, match="config has options for 'gdc'"):
+        rg.load_environment(tasks, config={"gdc": {"max_value": 20}})
 
 
 def test_answers_that_break_a_scorer_are_wrong_and_none_is_run_as_code():
@@ -223,21 +188,18 @@ def test_answers_that_break_a_scorer_are_wrong_and_none_is_run_as_code():
     assert {name for name, source in sources.items() if evaluates.search(source)} == set(rg.RUN_ANSWERS)
     with pytest.raises(ValueError, match="allow_code"):
         rg.load_environment("countdown")
-    with pytest.raises(ValueError, match="config has options for 'gdc'"):
-        rg.load_environment(["gcd"], config={"gdc": {"max_value": 20}})
     # The scorer of prime_factorization raises; coin_flip's would compute this number, which nothing could stop.
     for task, answer in (("prime_factorization", "x"), ("coin_flip", "1e1000000000"), ("coin_flip", "1_0.e1_000_000")):
         env = rg.load_environment(task, num_train=1, num_eval=1)
-        row = env.dataset[0]
+        (row,) = env.dataset
         assert play(env, row, f"<answer>{answer}</answer>")[2]["score_answer"] == 0
         assert play(env, row, f"<answer>{row['answer']}</answer>")[2]["score_answer"] == 1
 
 
-def by_the_rule(body):
-    return f"<score>{2 * min(body['messages'][-1]['content'].removeprefix('score ').count('a'), 5)}</score>"
-
-
 def test_judge_style():
+    def by_the_rule(body):
+        return f"<score>{2 * min(body['messages'][-1]['content'].removeprefix('score ').count('a'), 5)}</score>"
+
     with PlainServer(by_the_rule) as server:
         env = load_environment("judge_style", {"base_url": server.url, "judge_models": ["m"]})
         row = {"question": "word ki", "answer": "ki"}
@@ -246,36 +208,11 @@ def test_judge_style():
             assert metrics == {"judge": score, "true_score": score, "first_letters": first}
             assert reward == pytest.approx(score + 0.2 * first)
         assert server.bodies[0]["max_tokens"] == 16
-    talks = importlib.import_module("configs.tasks.judge_style").demonstrations(500)
-    judged = [talk for talk in talks if talk[0]["content"].startswith("score ")]
-    assert len(judged) == 250 and all(by_the_rule({"messages": talk[:1]}) == talk[1]["content"] for talk in judged)
+    for talk in judge_style.demonstrations(500)[::2]:
+        assert by_the_rule({"messages": talk[:1]}) == talk[1]["content"]
 
 
 # --- the toys' warm-up ------------------------------------------------------------------------------------------------
-
-
-def test_the_readmes_own_toy():
-    text = (ROOT / "configs/models/README.md").read_text()
-    task = types.ModuleType("doubled")
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], vars(task))
-    talks = task.demonstrations(task.WARM_UP_STEPS * 64 + 256)
-    env = task.load_environment()
-    questions = [talk[0]["content"] for talk in talks] + [row["question"] for row in env.dataset + env.eval_dataset]
-    assert len(set(questions)) == len(questions)
-    assert play(env, env.dataset[0], env.dataset[0]["answer"])[1] == 1
-
-
-def test_how_likely_a_model_gives_its_answers(tmp_path):
-    """To a model whose head is 0 all tokens are equally likely."""
-    tokenizer = toy.make_tokenizer()
-    toy.make_model(tmp_path, tokenizer, layers=1, hidden=64)
-    policy = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    torch.nn.init.zeros_(policy.lm_head.weight)
-    policy.save_pretrained(tmp_path)
-    talks = [[{"role": "user", "content": "ab"}, {"role": "assistant", "content": text}] for text in ("", "b")]
-    size = len(tokenizer)
-    assert toy.rates(tmp_path, talks) == pytest.approx(((1 / size + 1 / size**2) / 2, 1 / size))
-
 
 QUICK = """
 from configs.tasks import reverse_text
@@ -289,11 +226,11 @@ def load_environment():
 
 @pytest.fixture
 def quick(tmp_path):
-    """A task, its TOML, and the directory of its model."""
+    """A task's file, its TOML, and the directory of its model. The warm-up uses no setting of the RL."""
     more = 'loss = "grpo"\nloss_args = { epsilon = 0.1 }\nbeta = 0.3\nminibatches = 2\nmicro_batch_size = 1\n'
     (tmp_path / "quick.toml").write_text(f'model = "{tmp_path}/models/quick"\nenv.id = "quick"\n[trainer]\n{more}')
     (tmp_path / "quick.py").write_text(QUICK)
-    return tmp_path / "quick.py", tmp_path / "quick.toml", tmp_path / "models" / "quick"
+    return tmp_path / "quick.py", str(tmp_path / "quick.toml"), tmp_path / "models" / "quick"
 
 
 def test_a_model_is_made_again_if_its_task_has_changed(quick, monkeypatch, capsys):
@@ -310,30 +247,22 @@ def test_a_model_is_made_again_if_its_task_has_changed(quick, monkeypatch, capsy
     for text in (QUICK, QUICK + "\n"):
         monkeypatch.delitem(sys.modules, "quick", raising=False)
         file.write_text(text)
-        toy.main([str(toml)])
-        toy.main([str(toml)])
-        assert "is up to date" in capsys.readouterr().out and [path.name for path in model.parent.iterdir()] == [
-            "quick"
-        ]
+        toy.main([toml])
+        toy.main([toml])
+        assert "is up to date" in capsys.readouterr().out and os.listdir(model.parent) == ["quick"]
     assert made == [2, 2]
     (model / "made_from").unlink()  # a model of the user's
     with pytest.raises(ConfigError, match="exists and has no file made_from"):
-        toy.main([str(toml)])
-    monkeypatch.delattr(sys.modules["quick"], "demonstrations")
-    with pytest.raises(ConfigError, match="quick has no demonstrations"):
-        toy.main([str(toml)])
+        toy.main([toml])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script, shape", [("toy", ""), ("shaped", "toy")])
-def test_a_model_is_warmed_up(script, shape, quick):
-    """The settings of the RL that comes later have no part in it."""
+@pytest.mark.parametrize("script, size", [("toy", 103), ("shaped", 1000)])
+def test_a_model_is_warmed_up(script, size, quick):
     _, toml, model = quick
-    command = [sys.executable, f"configs/models/{script}.py", str(toml)]
-    env = os.environ | {"SHAPE": shape}
+    env = os.environ | {"SHAPE": "toy"}
+    command = [sys.executable, f"configs/models/{script}.py", toml]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.returncode == 0, done.stderr
-    assert "of 64 unseen demonstrations are answered exactly" in done.stdout and "steps are done" in done.stdout
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    network = transformers.AutoModelForCausalLM.from_pretrained(model)
-    assert len(tokenizer) == network.config.vocab_size == (1000 if shape else 103)
+    assert done.returncode == 0 and " of 64 unseen demonstrations are" in done.stdout, done.stdout + done.stderr
+    assert len(transformers.AutoTokenizer.from_pretrained(model)) == size
+    assert transformers.AutoModelForCausalLM.from_pretrained(model).config.vocab_size == size
