@@ -1,0 +1,136 @@
+"""The examples of README.md and configs/README.md are taken out of the documents: patches apply to files that have
+moved, and with each example two batches are sampled, trained on, and resumed after the first."""
+
+import importlib
+import json
+import random
+import re
+import subprocess
+import sys
+import threading
+import types
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import conftest
+import pytest
+import torch
+from conftest import ROOT, all_batches, lines
+from safetensors.torch import load_file
+
+import env
+
+BASE = """
+import itertools
+from env import Rubric, SingleTurnEnv
+
+def load_environment():
+    solved = itertools.cycle((1.0, 0.0, 0.0, 0.0))
+    return SingleTurnEnv([{"question": str(i)} for i in range(20)], rubric=Rubric([lambda: next(solved)]))
+"""
+EXAMPLES = {}  # {title: its blocks [(kind, text), ...]}
+for name in ("README.md", "configs/README.md"):
+    for section in re.split(r"^##+ ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
+        if found := re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
+            EXAMPLES[section.partition("\n")[0]] = found
+
+
+class Model(BaseHTTPRequestHandler):
+    """Stands in for a teacher and for a classifier."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tables = [None, *({str(token): {"logprob": -2.0}} for token in body.get("prompt", [])[1:])]
+        reply = {"choices": [{"prompt_logprobs": tables}], "data": [{"probs": [random.random()]}]}
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(reply).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def model_url():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Model)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """Modules in tmp_path are found, and forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    importlib.invalidate_caches()
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]
+
+
+def patched(folder, diff, sources):
+    """The roles' sources after a patch, which finds its place by its context."""
+    for name, source in sources.items():
+        (folder / name).write_text("\n" * 30 + source)
+    done = subprocess.run(["git", "apply", "-v"], input=diff, cwd=folder, capture_output=True, text=True)
+    assert "Applied patch" in done.stderr, done.stderr
+    return {name: (folder / name).read_text() for name in sources}
+
+
+def as_role(name, source, monkeypatch):
+    """The role of this name is from now on what the source says."""
+    module = types.ModuleType(name)
+    module.__file__ = str(ROOT / f"{name}.py")
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(source, module.__file__, "exec"), vars(module))
+    return module
+
+
+@pytest.mark.parametrize("title", EXAMPLES)
+def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
+    (tmp_path / "base.py").write_text(BASE)
+    settings = {"env.id": "base"}
+    sources = {name: (ROOT / name).read_text() for name in ("trainer.py", "orchestrator.py")}
+    (tmp_path / "patched").mkdir()
+    for kind, text in EXAMPLES[title]:
+        if kind == "diff":
+            sources = patched(tmp_path / "patched", text, sources)
+            continue
+        if not text.startswith("# "):  # the README's tasks
+            text = f'# example.py: env.id = "example"\n{text}'
+        name, keys = re.match(r"# (\w+)\.py: (.*)", text).groups()
+        (tmp_path / f"{name}.py").write_text(text.replace("http://127.0.0.1:9000", model_url))
+        settings |= re.findall(r'([\w.]+) = "?([\w.:]+)', keys)
+    monkeypatch.setattr(conftest, "orchestrator", as_role("orchestrator", sources["orchestrator.py"], monkeypatch))
+    trainer = as_role("trainer", sources["trainer.py"], monkeypatch)
+    monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
+    monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: None)
+    if title.startswith("Bring"):  # a random model never gets the README's rewards
+        score = env.Rubric.score
+
+        async def by_chance(self, state):
+            reward, metrics = await score(self, state)
+            return reward + random.random(), metrics
+
+        monkeypatch.setattr(env.Rubric, "score", by_chance)
+    # 1. Three batches, which have what the example adds.
+    keys = [f"{key}={value}" for key, value in settings.items() if key != "env.id"]
+    agent = ("max_seq_len=64", "inference.args.enable_auto_tool_choice=true", "orchestrator.max_staleness=0")
+    run_dir = run(3, f'[env]\nid = "{settings["env.id"]}"', *agent, *keys, fake={"stop": True})
+    batches = all_batches(run_dir)
+    assert len(batches) == 3
+    if "Replay" in title:
+        assert max(s["staleness"] for s in batches[2].sequences) > 0
+    if "temperature" in title:
+        assert [{s["temperature"] for s in sequences} for _, sequences in batches] == [{1.0}, {0.99}, {0.98}]
+    # 2. They are trained on, and resumed bit for bit.
+    found = []
+    for name, steps in (("whole", (3,)), ("half", (2, 3))):
+        for num in steps:
+            argv = [str(tmp_path / "run.toml"), f"run_name={name}", f"max_steps={num}", *keys]
+            trainer.main([*argv, "--replay", str(run_dir / "batches")])
+        (folder,) = tmp_path.glob(f"{name}-replay-*")
+        found.append([load_file(folder / "final" / "model.safetensors"), lines(folder / "metrics.jsonl")])
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
+    assert [line["loss"] for line in found[0][1]] == [line["loss"] for line in found[1][1]]
