@@ -26,6 +26,11 @@ from env import load_environment
 TOYS = "alphabet_sort gsm8k judge_style math_python reasoning_gym reverse_text reverse_vf wiki_search wordle".split()
 
 
+def test_every_configuration_loads():
+    for path in (ROOT / "configs").glob("*.toml"):
+        assert path.name == "defaults.toml" or load_config(path)
+
+
 @pytest.mark.parametrize("name", TOYS)
 def test_toys_fit_their_configuration(name):
     """Splits share no row; demonstrations are what the policy would say, in tokens that it has, and fit."""
