@@ -113,12 +113,11 @@ def test_a_run_that_is_done(write, capfd):
     (run / "done").write_text("60")
     watch.main([str(run)])
     out = capfd.readouterr().out
-    rows = out.splitlines()
-    kinds = [row.split(" ")[0] for row in rows if not row.startswith("rollout |")]
+    kinds = [row.split(" ")[0] for row in out.splitlines() if not row.startswith("rollout |")]
     assert kinds == ["check:"] * 3 + ["rollout"] * 3 + ["eval"] * 2 + ["time:"] + ["result:"] * 3
-    assert "rollout of step 5: task, row 1: reward 1.000 (exact 0.5)" in rows and "\x1b" not in out
-    assert "result: task: reward 0.200 +- 0.196, gain 0.150 +- 0.098 in 10 steps" in rows
-    assert "time: 12 s, 70% training, 10% waiting for rollouts, 20% syncing" in rows
+    assert "rollout of step 5: task, row 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
+    assert "result: task: reward 0.200 +- 0.196, gain 0.150 +- 0.098 in 10 steps\n" in out
+    assert "time: 12 s, 70% training, 10% waiting for rollouts, 20% syncing\n" in out
     assert (run / "curves.png").exists() and "geheim" not in out
 
 
@@ -165,7 +164,7 @@ def test_each_environment_of_a_mix_has_its_numbers(write):
     append(run / "rollouts.jsonl", rollout_lines(1, (1.0, 1.0, None), env="other", dropped="flat"))
     watch.main([str(run), "--once"])
     first, second = lines(run / "watch.jsonl")
-    assert first == {"step": 0, "reward/p10": pytest.approx(0.1), "reward/p90": pytest.approx(0.9)}
+    assert first == {"step": 0, "time": 1e9, "reward/p10": pytest.approx(0.1), "reward/p90": pytest.approx(0.9)}
     expected = {"reward/mean": 1.0, "reward/exact": 0.5, "rollout/num": 3, "rollout/turns": 1.0, "group/flat": 1}
     for key, value in (expected | {"group/kept": 0, "reward/p10": 1.0, "rollout/errors": 0}).items():
         assert second[f"env/other/{key}"] == value, key
@@ -173,24 +172,26 @@ def test_each_environment_of_a_mix_has_its_numbers(write):
 
 
 def test_a_resumed_run_is_followed_from_where_it_was(write, capfd):
-    """The trainer goes back to its checkpoint: what it repeats is neither reported nor written again."""
+    """The trainer goes back to its checkpoint, and repeats the last step: that is not reported, nor are its rollouts
+    written again, but watch.jsonl belongs to the new one."""
     run = write(range(6), "show_every=1")
     watch.main([str(run), "--once"])
     capfd.readouterr()
     following = watch.Watch(run, "", True)
     metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    for num in (6, 4, 6):
-        (run / "metrics.jsonl").write_text("".join(metrics[:num]))
-        following.look()
+    (run / "metrics.jsonl").write_text("".join(metrics[:4]))
+    following.look()
+    (run / "metrics.jsonl").write_text("".join(metrics[:5]))
     append(run / "rollouts.jsonl", rollout_lines(6) + rollout_lines(7))
-    for step in (6, 7):  # the rollouts of step 7 are there before it has been trained
+    for step in (5, 6, 7):  # the rollouts of step 7 are there before it has been trained
         append(run / "metrics.jsonl", [{"step": step, "version": step + 1, "time": 1e9 + 100 * step} | FINE])
         following.look()
-    out = capfd.readouterr().out.splitlines()
-    told = [row.partition(":")[0] for row in out if not row.startswith("rollout |")]
-    assert told == ["rollout of step 6", "rollout of step 7", "time"]
-    assert "time: 8 of 60 steps are done, 1:26:40 left" in out  # 52 steps of 100 s
-    assert [line["step"] for line in lines(run / "watch.jsonl")] == list(range(8))
+    rows = [row for row in capfd.readouterr().out.splitlines() if not row.startswith("rollout |")]
+    assert [row[:18] for row in rows[:-1]] == ["rollout of step 6:", "rollout of step 7:"]
+    assert rows[-1] == "time: 8 of 60 steps are done, 1:26:40 left"  # 52 steps of 100 s
+    found = lines(run / "watch.jsonl")
+    assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 5, 5, 6, 7]
+    assert found[6] == found[5] | {"time": 1e9 + 500} and "reward/p10" in found[6]
 
 
 # --- trackers ---------------------------------------------------------------------------------------------------------

@@ -391,8 +391,10 @@ class Watch:
     def added_to(self, line: dict, rollouts: list[dict]) -> dict:
         """A line of metrics.jsonl with what watch.jsonl has of its step."""
         step = line["step"]
-        if step not in self.added:
-            added = {"step": step} | percentiles(rollouts) | kl_by_staleness(self.run, step)
+        known = self.added.get(step, {})
+        if known.get("time") != line["time"]:  # it is new, or trained again with rollouts that are known
+            added = known | {"step": step, "time": line["time"]}
+            added |= percentiles(rollouts) | kl_by_staleness(self.run, step)
             environments = grouped(rollouts, "env")
             for mine in environments if len(environments) > 1 else ():
                 added |= {f"env/{mine[0]['env']}/{key}": value for key, value in numbers_of(mine).items()}
