@@ -188,7 +188,9 @@ def test_what_vllm_serves(family, models, tmp_path):
     """Two steps, a third after a resume, each with its canary; final/ is loaded by vLLM and by Transformers."""
     path = make_model(family, SERVED[family], tmp_path / "model")
     transformers.AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(path)
-    (tmp_path / "run.toml").write_text(BASE.format(model=path))
+    # Rewards by chance, since the answers of a random model may all be the same.
+    chance = BASE.replace('id = "reverse_text"', 'id = "think_env"\nargs = {{ kind = "noise" }}')
+    (tmp_path / "run.toml").write_text(chance.format(model=path))
     for steps in (2, 3):
         more = [f"output_dir={tmp_path}", f"max_steps={steps}", "checkpoint.every=2"]
         launch(tmp_path / "run.toml", *more, SERVER="", timeout=600)
