@@ -168,21 +168,9 @@ def lines(path):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def run_trainer(toml, *args, ranks=1, check=True):
-    """Runs trainer.py in its own process or by torchrun. Returns the CompletedProcess."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command = [*(command if ranks > 1 else command[:1]), str(ROOT / "trainer.py"), str(toml), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
-    return done
-
-
-WATCHED = {"WATCH": "tools/watch.py"}
-
-
 def launch(toml, *overrides, timeout=90, check=True, **env):
-    """Runs launch.sh with the fake server, and without tools/watch.py, whose pictures take half of a short run's time;
-    WATCHED brings it back. Returns the CompletedProcess."""
+    """Runs launch.sh with the fake server, and without tools/watch.py, whose pictures take half of a short run's time
+    (WATCH="tools/watch.py" brings it back). Returns the CompletedProcess."""
     env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}", "WATCH": ""} | env
     env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
     command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
@@ -272,18 +260,9 @@ run_name = "run"
 output_dir = "{out}"
 max_steps = {steps}
 max_seq_len = 64
+orchestrator = {{ batch_size = 16, rollouts_per_example = 4, max_error_share = 1.0, sampling = {{ max_tokens = 6 }} }}
+trainer = {{ dtype = "fp32", use_lora = false, learning_rate = 1e-3, gradient_checkpointing = false }}
 {env}
-[orchestrator]
-batch_size = 16
-rollouts_per_example = 4
-max_error_share = 1.0
-[orchestrator.sampling]
-max_tokens = 6
-[trainer]
-dtype = "fp32"
-use_lora = false
-learning_rate = 1e-3
-gradient_checkpointing = false
 """
 
 

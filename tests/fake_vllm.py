@@ -6,15 +6,11 @@ the request's seed, so runs repeat exactly. FAKE in the environment, or a POST t
      "uniform": true,                tokens are drawn from all alike, without the network, in no time
      "generate_s": 1.0,              seconds before every answer
      "slow": [50, 10.0],             every 50th takes 10 s more
-     "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing;
-                                     "exit": the server exits with 0; "silent": it answers no more, but for /health
+     "generate 3": "500",            the third request fails; "hang": never answers; "logprobs": one is missing
      "log": "path",                  the requests go there, one a line
      "stop": true,                   no answer counts as cut off
-     "no_parser": true,              requests with tools are refused
-     "teacher": "short",             the last token of a prompt is not scored; "404", "hang"
+     "teacher": "short",             the last token of a prompt is not scored
      "discard": true,                weights are received and thrown away
-     "sync 2": "raise",              the second broadcast fails after its first tensor; "hang": never begins;
-                                     "500": an answer, and no more; "stop": the server is stopped by SIGSTOP
      "orphan": true}                 its engine outlives it, as vLLM's does with tensor parallelism
 
 Like vLLM's server it has an engine process, without which it answers /health and nothing else."""
@@ -71,15 +67,10 @@ class Network(WeightReceiver):
         self.rank = 0
         self.device = torch.device("cpu")
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
-        self.num_syncs = 0
         self.adapters = {}  # name: scale, layers' tensors
 
     @torch.no_grad()
     def reload_weights(self, weights_iterator):
-        self.num_syncs += 1
-        if FAKE.get(f"sync {self.num_syncs}") == "raise":
-            next(iter(weights_iterator))
-            raise RuntimeError("fault asked for: sync raises after its first tensor")
         params = dict(self.model.named_parameters())
         for name, tensor in weights_iterator:
             if not FAKE.get("discard"):
@@ -180,18 +171,11 @@ class Server:
 
     async def engine_answers(self):
         state = Path(f"/proc/{self.engine}/stat").read_text().rpartition(")")[2].split()[0]
-        await asyncio.sleep(3600 if state == "Z" or FAKE.get("silent") else 0)
+        await asyncio.sleep(3600 if state == "Z" else 0)
 
     async def rpc(self, request):
         body = await request.json()
         await self.engine_answers()
-        fault = FAKE.get(f"sync {self.network.num_syncs + 1}") if body["method"] == "receive_weights" else ""
-        if fault == "stop":
-            print("[fault] stopped in a sync", flush=True)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if fault == "500":
-            raise Refused(500, "fault asked for: no weights today")
-        await asyncio.sleep(3600 if fault == "hang" else 0)
         try:
             await asyncio.to_thread(getattr(self.network, body["method"]), *body["args"])
         except Exception as e:
@@ -229,19 +213,11 @@ class Server:
         wait = FAKE.get("generate_s", 0) + (seconds if self.num % every == 0 else 0)
         if fault == "500":
             raise Refused(500, "fault asked for")
-        if fault == "exit":
-            os._exit(0)
-        if fault == "silent":
-            FAKE["silent"] = True
-            await self.engine_answers()
         await asyncio.sleep(3600 if fault == "hang" else wait)
         await self.running.wait()
         return await self.answer(name, body, fault)
 
     async def teach(self, name, body):
-        if FAKE.get("teacher") == "404":
-            raise Refused(404, "fault asked for")
-        await asyncio.sleep(3600 if FAKE.get("teacher") == "hang" else 0)
         if len(body["prompt"]) + body["max_tokens"] > self.args.max_model_len:
             raise Refused(400, EXCEEDED)
         async with self.lock:
@@ -265,7 +241,7 @@ class Server:
             raise Refused(400, EXCEEDED)
         if room == 0:
             raise Refused(400, "max_tokens must be at least 1, got 0.")  # as vLLM 0.32 says it
-        if body.get("tools") and (FAKE.get("no_parser") or not self.args.enable_auto_tool_choice):
+        if body.get("tools") and not self.args.enable_auto_tool_choice:
             raise Refused(400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
         seed = zlib.crc32(f"{ids} {body.get('user')} {body.get('seed')}".encode())
         eos = self.tokenizer.eos_token_id

@@ -3,7 +3,6 @@ moved, and with each example two batches are sampled, trained on, and resumed af
 
 import importlib
 import json
-import random
 import re
 import subprocess
 import sys
@@ -17,11 +16,12 @@ import torch
 from conftest import ROOT, all_batches, lines
 from safetensors.torch import load_file
 
-import env
-
 BASE = """
-import itertools
+import itertools, random
 from env import Rubric, SingleTurnEnv
+
+def chance(rewards, rollouts):
+    return [random.random() for _ in rewards]
 
 def load_environment():
     solved = itertools.cycle((1.0, 0.0, 0.0, 0.0))
@@ -40,22 +40,19 @@ class Model(BaseHTTPRequestHandler):
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         tables = [None, *({str(token): {"logprob": -2.0}} for token in body.get("prompt", [])[1:])]
-        reply = {"choices": [{"prompt_logprobs": tables}], "data": [{"probs": [random.random()]}]}
+        reply = {"choices": [{"prompt_logprobs": tables}], "data": [{"probs": [0.5]}]}
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(json.dumps(reply).encode())
 
-    def log_message(self, *args):
-        pass
 
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model_url():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Model)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 @pytest.fixture
@@ -69,51 +66,36 @@ def own_modules(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def patched(folder, diff, sources):
-    """The roles' sources after a patch, which finds its place by its context."""
-    for name, source in sources.items():
-        (folder / name).write_text("\n" * 30 + source)
-    done = subprocess.run(["git", "apply", "-v"], input=diff, cwd=folder, capture_output=True, text=True)
-    assert "Applied patch" in done.stderr, done.stderr
-    return {name: (folder / name).read_text() for name in sources}
-
-
-def as_role(name, source, monkeypatch):
-    """The role of this name is from now on what the source says."""
-    module = types.ModuleType(name)
-    module.__file__ = str(ROOT / f"{name}.py")
-    monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(source, module.__file__, "exec"), vars(module))
+def as_role(path, monkeypatch):
+    """The role of this name is from now on what this file says."""
+    module = types.ModuleType(path.stem)
+    monkeypatch.setitem(sys.modules, path.stem, module)
+    exec(compile(path.read_text(), path, "exec"), vars(module))
     return module
 
 
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
     (tmp_path / "base.py").write_text(BASE)
-    settings = {"env.id": "base"}
-    sources = {name: (ROOT / name).read_text() for name in ("trainer.py", "orchestrator.py")}
-    (tmp_path / "patched").mkdir()
+    settings = {"env.id": "base", "orchestrator.advantage": "base:chance"}  # a random model never gets most rewards
+    patched = tmp_path / "patched"
+    patched.mkdir()
+    for name in ("trainer.py", "orchestrator.py"):
+        (patched / name).write_text("\n" * 30 + (ROOT / name).read_text())  # a patch finds its place by its context
     for kind, text in EXAMPLES[title]:
         if kind == "diff":
-            sources = patched(tmp_path / "patched", text, sources)
+            done = subprocess.run(["git", "apply", "-v"], input=text, cwd=patched, capture_output=True, text=True)
+            assert "Applied patch" in done.stderr, done.stderr
             continue
         if not text.startswith("# "):  # the README's tasks
             text = f'# example.py: env.id = "example"\n{text}'
         name, keys = re.match(r"# (\w+)\.py: (.*)", text).groups()
         (tmp_path / f"{name}.py").write_text(text.replace("http://127.0.0.1:9000", model_url))
         settings |= re.findall(r'([\w.]+) = "?([\w.:]+)', keys)
-    monkeypatch.setattr(conftest, "orchestrator", as_role("orchestrator", sources["orchestrator.py"], monkeypatch))
-    trainer = as_role("trainer", sources["trainer.py"], monkeypatch)
+    monkeypatch.setattr(conftest, "orchestrator", as_role(patched / "orchestrator.py", monkeypatch))
+    trainer = as_role(patched / "trainer.py", monkeypatch)
     monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
     monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: None)
-    if title.startswith("Bring"):  # a random model never gets the README's rewards
-        score = env.Rubric.score
-
-        async def by_chance(self, state):
-            reward, metrics = await score(self, state)
-            return reward + random.random(), metrics
-
-        monkeypatch.setattr(env.Rubric, "score", by_chance)
     # 1. Three batches, which have what the example adds.
     keys = [f"{key}={value}" for key, value in settings.items() if key != "env.id"]
     agent = ("max_seq_len=64", "inference.args.enable_auto_tool_choice=true", "orchestrator.max_staleness=0")
