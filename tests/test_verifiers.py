@@ -123,8 +123,8 @@ def venv(tmp_path_factory):
         verifiers_v1.make_venv(str(tasksets))
         assert time.monotonic() - began < 1  # nothing is missing
         yield
-        with pytest.raises(ConfigError, match="no-such-package.* failed, see .*setup.log"):
-            verifiers_v1.make_venv("no-such-package-of-ours==0")
+        with pytest.raises(ConfigError, match="missing failed, see .*setup.log"):
+            verifiers_v1.make_venv(str(folder / "missing"))
 
 
 @pytest.mark.long
@@ -151,9 +151,8 @@ def test_tools_rewards_and_whose_fault_it_is(venv):
         other = VerifiersV1Env("glossary_v1", kind=kind)
         with pytest.raises((TasksetFailed, ValueError), match=error):
             play(other, other.dataset[0], "a")
-    for args, message in [({}, "the taskset never ends"), ({"num_rows": 3, "no_such_key": 1}, "no_such_key")]:
-        with pytest.raises(TasksetFailed, match=message):
-            VerifiersV1Env("two_v1", **args)
+    with pytest.raises(TasksetFailed, match="the taskset never ends"):
+        VerifiersV1Env("two_v1")
     env.worker.process.kill()
     with pytest.raises((TasksetFailed, OSError)):
         play(env, env.dataset[0], "a")

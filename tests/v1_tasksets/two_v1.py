@@ -21,7 +21,7 @@ class TwoEnv(vf.Env[TwoConfig]):
     async def run(self, task, agents):
         await agents.user.run(task)
         async with agents.proposer.interaction(task) as interaction:
-            await interaction.turn("a")
+            await interaction.turn()
             await interaction.turn("b")
         await agents.solver.run(task)
 
