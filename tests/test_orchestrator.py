@@ -14,13 +14,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import all_batches, lines
+from think_env import DROPS, Turns
 
 import configs
 import env
 import orchestrator
 from configs.algorithms import evaluation
 from configs.runtime.role import ConfigError, DataError
-from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from env import Rubric, SingleTurnEnv
 from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, extend_or_fork, to_arrays
 
 PAIRS = "orchestrator.rollouts_per_example=2"
@@ -42,11 +43,6 @@ def rows(num, prompt="hello"):
 
 def single(reward, num=37, prompt="hello", kind=SingleTurnEnv, **more):
     return kind(rows(num, prompt), eval_dataset=rows(3), rubric=Rubric([reward]), **more)
-
-
-class Turns(MultiTurnEnv):
-    def env_response(self, messages, state):
-        return [{"role": "user", "content": f"turn {state['turn']}"}]
 
 
 # --- whole batches ----------------------------------------------------------------------------------------------------
@@ -140,10 +136,7 @@ def test_the_same_batches_after_a_kill_and_with_more_under_way(run, tmp_path):
         for name in ("rollouts.jsonl", "eval_rollouts.jsonl"):
             assert sorted(map(str, lines(run_dir / name))) == sorted(map(str, lines(whole / name)))
         for old, new in zip(all_batches(whole), all_batches(run_dir), strict=True):
-            assert old.info == new.info
-            key = lambda s: (s["group"], s["rollout"])  # noqa: E731
-            for a, b in zip(sorted(old.sequences, key=key), sorted(new.sequences, key=key), strict=True):
-                assert str(a) == str(b)
+            assert old.info == new.info and sorted(map(str, old.sequences)) == sorted(map(str, new.sequences))
 
     log = tmp_path / "log"
     run(5, task, *how, "orchestrator.oversampling_factor=1.5", fake={"log": str(log)})
@@ -266,11 +259,6 @@ def test_guard():
         with suppress(asyncio.CancelledError):
             await cancels_itself()
         raise LookupError("later")
-
-    async def is_suspended():
-        await asyncio.sleep(0.1)
-        time.sleep(0.6)
-        await asyncio.sleep(0.1)
 
     def generator_exit():
         raise GeneratorExit
@@ -405,17 +393,13 @@ def test_arrays():
 
 def test_turns_fork_where_the_template_drops_history(run, tmp_path):
     """As templates of models that think drop their thoughts."""
-    drops = tmp_path / "drops.jinja"
-    drops.write_text(
-        "{% for m in messages %}<|{{ m.role }}|>"
-        "{{ m.content[1:] if m.role == 'assistant' else m.content }}<|end|>{% endfor %}<|assistant|>"
-    )
+    (tmp_path / "drops.jinja").write_text(DROPS)
     task = single(noise, prompt="hi", kind=Turns, max_turns=4)
     short = "orchestrator.sampling.max_tokens=4"
     ((info, sequences),) = all_batches(run(1, task, short))
     assert len(sequences) == 16 and info["metrics"]["rollout/forks"] == 0
     assert all(np.unique(s["turn"][s["mask"]]).tolist() == [0, 1, 2, 3] for s in sequences)
-    ((info, sequences),) = all_batches(run(1, task, short, "run_name=forks", template=str(drops)))
+    ((info, sequences),) = all_batches(run(1, task, short, "run_name=forks", template=str(tmp_path / "drops.jinja")))
     assert info["metrics"]["rollout/forks"] == len(sequences) - 16 > 16
     turns = Counter((s["group"], s["rollout"], turn) for s in sequences for turn in np.unique(s["turn"][s["mask"]]))
     assert len(turns) == 16 * 4 and set(turns.values()) == {1}
