@@ -105,8 +105,8 @@ def lost(lines: list[dict]) -> str:
 
 
 def mismatch(lines: list[dict]) -> str:
-    """Medians, since a single step may be far off. Rollouts of staleness 0 were sampled from the weights that they
-    train."""
+    """Medians, since a single step may be far off. Rollouts of staleness 0 were sampled from the weights that a step
+    starts from; a step of several updates moves away from them."""
     start = "policy/kl_staleness"
     kl = {}
     for key in set().union(*lines):
@@ -114,7 +114,8 @@ def mismatch(lines: list[dict]) -> str:
         if key.startswith(start) and len(values) >= len(lines) / 2:
             kl[int(key.removeprefix(start))] = float(np.median(values))
     if kl.get(0, 0.0) > SAME_KL:
-        return f"KL(sampler || policy) is {kl[0]:.2f} nats with the very same weights: trainer and vLLM do not agree"
+        remedy = "trainer and vLLM disagree, unless updates_per_batch, minibatches or lora_dropout explain it"
+        return f"KL(sampler || policy) is {kl[0]:.2f} nats for rollouts of the same weights: {remedy}"
     if kl and kl[max(kl)] > STALE_KL:
         remedy = "lower orchestrator.max_staleness or trainer.learning_rate"
         return f"KL(sampler || policy) is {kl[max(kl)]:.2f} nats for rollouts {max(kl)} versions old: {remedy}"
