@@ -2,51 +2,25 @@
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 
-SLEEP = [sys.executable, "-c", "import time; time.sleep(3600)"]
+
+def ask():
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
+    with urllib.request.urlopen(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body) as reply:
+        return json.load(reply)["choices"][0]["message"]["content"]
 
 
-def environment(marker):
+def environment():
     """What it was given, and what it finds before and after a turn in which others write their files."""
     places = [os.getcwd(), os.environ["HOME"], os.environ["TMPDIR"]]
     found = [os.listdir(place) for place in places]
     open("mine", "w").close()
     given = {"arguments": sys.argv[2:], "environment": dict(os.environ), "stdin": sys.stdin.read(), "said": ask()}
     print(json.dumps(given | {"found": found + [os.listdir(place) for place in places]}))
-
-
-def fails(marker):
-    sys.stderr.write("a first line\nthe reason\n")
-    sys.exit(7)
-
-
-def hangs(marker):
-    """With a child in a session of its own, deaf to SIGTERM."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    subprocess.Popen([*SLEEP, marker], start_new_session=True, restore_signals=False)
-    time.sleep(3600)
-
-
-def leaves_a_daemon(marker):
-    """And prints 300 MB."""
-    if os.fork() == 0:
-        os.setsid()
-        if os.fork() == 0:
-            open("begun", "w").close()
-            os.execv(sys.executable, [*SLEEP, marker])
-        os._exit(0)
-    os.wait()
-    while not os.path.exists("begun"):
-        time.sleep(0.01)
-    for _ in range(300):
-        sys.stdout.write("a" * 1_000_000)
-    print("the end")
 
 
 def attempt(function, *args):
@@ -58,9 +32,9 @@ def attempt(function, *args):
     return ""
 
 
-def tries(marker):
-    """Prints what is possible of what a sandbox must refuse. marker: JSON of what there is outside."""
-    outside = json.loads(marker)
+def tries():
+    """Prints what is possible of what a sandbox must refuse. Its argument is JSON of what there is outside."""
+    outside = json.loads(sys.argv[2])
     refused = {path: attempt(os.listdir if path.endswith("/") else open, path) for path in outside["read"]}
     for path in outside["write"]:
         refused[f"write {path}"] = attempt(open, f"{path}/written", "w")
@@ -75,13 +49,7 @@ def tries(marker):
     print(json.dumps([[what for what in refused if not refused[what]], sorted(os.listdir("/"))]))
 
 
-def ask():
-    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).encode()
-    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-    with urllib.request.urlopen(urllib.request.Request(url, body, {"Content-Type": "application/json"})) as reply:
-        return json.load(reply)["choices"][0]["message"]["content"]
-
-
 if sys.argv[1] != "environment" and "OPENAI_BASE_URL" in os.environ:
     ask()
-globals()[sys.argv[1]](sys.argv[2])
+if sys.argv[1] != "ask":
+    globals()[sys.argv[1]]()

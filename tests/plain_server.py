@@ -1,63 +1,56 @@
 """A server with what every OpenAI-compatible server has, and nothing else, in a thread of its own."""
 
-import asyncio
+import json
 import threading
-
-from aiohttp import web
-from conftest import free_port
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 # Keys of a request, and no more: no n, nothing that only vLLM knows.
 OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "stop", "tools"}
 
 
-class PlainServer:
-    """answer(body) -> the reply's message, its text alone, or (status, headers[, what is wrong]). also: more keys."""
+class PlainServer(HTTPServer):
+    """answer(body) -> the text of the reply. also: further keys that it accepts. It answers one request at a time."""
+
+    request_queue_size = 128
 
     def __init__(self, answer, also=()):
+        super().__init__(("127.0.0.1", 0), Handler)
         self.answer = answer
         self.keys = OPENAI.union(also)
         self.bodies = []
-        self.port = free_port()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.url = f"http://127.0.0.1:{self.port}/v1"
-
-    async def models(self, request):
-        entries = [{"id": name, "object": "model", "created": 0, "owned_by": "test"} for name in ("plain", "second")]
-        return web.json_response({"object": "list", "data": entries})
-
-    async def chat(self, request):
-        body = await request.json()
-        self.bodies.append(body | {"authorization": request.headers["Authorization"]})
-        if set(body) - self.keys:
-            return web.json_response({"error": {"message": f"unknown keys {set(body) - self.keys}"}}, status=400)
-        said = self.answer(body)
-        if isinstance(said, tuple):
-            message = said[2] if said[2:] else "no"
-            return web.json_response({"error": {"message": message}}, status=said[0], headers=said[1])
-        message = {"role": "assistant"} | (said if isinstance(said, dict) else {"content": said})
-        num = len(message["content"] or "")  # a token per character
-        is_cut = num >= body.get("max_tokens", 10**9)
-        choice = {"index": 0, "finish_reason": "length" if is_cut else "stop", "message": message}
-        choice["text"] = message["content"]
-        reply = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]}
-        usage = {"prompt_tokens": 1, "completion_tokens": num, "total_tokens": 1 + num}
-        return web.json_response(reply | {"usage": usage})
-
-    async def start(self):
-        app = web.Application()
-        app.add_routes([web.get("/v1/models", self.models), web.post("/v1/chat/completions", self.chat)])
-        app.add_routes([web.post("/v1/completions", self.chat)])
-        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
     def __enter__(self):
-        self.thread.start()
-        asyncio.run_coroutine_threadsafe(self.start(), self.loop).result(10)
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop).result(10)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(10)
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200, {"data": [{"id": name, "object": "model"} for name in ("plain", "second")]})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.bodies.append(body | {"authorization": self.headers["Authorization"]})
+        if body.keys() - self.server.keys:
+            return self.reply(400, {"error": {"message": f"unknown keys {body.keys() - self.server.keys}"}})
+        text = self.server.answer(body)
+        num = len(text)  # a token per character
+        choice = {"index": 0, "finish_reason": "length" if num >= body.get("max_tokens", 10**9) else "stop"}
+        choice |= {"message": {"role": "assistant", "content": text}, "text": text}
+        usage = {"prompt_tokens": 1, "completion_tokens": num, "total_tokens": 1 + num}
+        head = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+        self.reply(200, head | {"choices": [choice], "usage": usage})
+
+    def reply(self, status, answer):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args):
+        pass

@@ -298,6 +298,7 @@ CLAUDE = ["claude", "-p", "What does it print?", "--dangerously-skip-permissions
 
 
 @pytest.mark.long
+@pytest.mark.skipif(not shutil.which("npm"), reason="needs npm")
 def test_coding_agents_run_a_tool_and_end(tmp_path, monkeypatch):
     """Streamed, by Responses and by Anthropic's Messages, with the agents' own prompts and tools, without a network."""
     subprocess.run(["npm", "install", "--no-fund", "--no-audit", *CLIS], cwd=tmp_path, check=True, capture_output=True)

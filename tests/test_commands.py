@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,7 +27,11 @@ from env import Rubric
 
 SOURCE = Path(__file__).with_name("command_agent.py").read_text()
 PYTHON = [sandbox.find_python()[0], "-I", "-S", "-c", SOURCE]
-SLEEP = [*PYTHON[:-1], "import time; time.sleep(3600)"]
+# What a shell does after it has asked the policy. $0 is a mark.
+FAILS = "echo a first line >&2; echo the reason >&2; exit 7"
+DAEMON = "trap '' TERM; setsid sh -c 'sleep 3600; exit' $0 &"
+HANGS = f"{DAEMON} sleep 3600"
+FLOODS = f"{DAEMON} head -c 300000000 /dev/zero | tr '\\0' a; echo the end"
 ROW = {"question": "4 {mode}?", "answer": "the right answer", "mode": "environment", "level": 3, "info": {"a": 1}}
 
 
@@ -44,6 +49,10 @@ def play(words, *, num=1, row=ROW, **options):
         return await asyncio.gather(*(Policy("a").rollout(env, row) for _ in range(num)))
 
     return asyncio.run(go())
+
+
+def after_asking(script, mark="x"):
+    return ["sh", "-c", f"{shlex.join([*PYTHON, 'ask'])} && {script}", mark]
 
 
 def having(mark):
@@ -113,20 +122,20 @@ def test_a_command_gets_its_row_and_the_endpoint_and_no_secret(how, monkeypatch,
 
 @both
 def test_an_exit_code_loses_the_rollout_unless_it_is_forgiven(how):
-    with pytest.raises(CommandFailed, match="python3.* ended with exit code 7: a first line\nthe reason"):
-        play([*PYTHON, "fails", "x"], forgive=[8, LookupError], **how)
-    (state,) = play([*PYTHON, "fails", "x"], forgive=[LookupError, 7], **how)
+    with pytest.raises(CommandFailed, match="sh ended with exit code 7: a first line\nthe reason"):
+        play(after_asking(FAILS), forgive=[8, LookupError], **how)
+    (state,) = play(after_asking(FAILS), forgive=[LookupError, 7], **how)
     assert state["agent"]["forgiven"] == 1 and state["agent"]["requests"] == 1
 
 
 @both
 def test_nothing_survives_a_time_limit_a_cancellation_or_the_end(how, mark):
     """Also while the namespaces are being made."""
-    for state in play([*PYTHON, "hangs", mark], num=2, time_limit=3.0, **how):
+    for state in play(after_asking(HANGS, mark), num=2, time_limit=3.0, **how):
         assert state["agent"]["requests"] == 1 and state["result"] is None
-    (state,) = play([*PYTHON, "leaves_a_daemon", mark], **how)
+    (state,) = play(after_asking(FLOODS, mark), **how)
     assert len(state["result"]) == 2**16 and state["result"].endswith("aaathe end\n") and not having(mark)
-    command = Command([*SLEEP, mark], **how)
+    command = Command(["sh", "-c", HANGS, mark], **how)
 
     async def go():
         address = await endpoint.endpoint()
@@ -155,7 +164,7 @@ asyncio.run(command({"row": {}, "prompt": "x"}, "http://127.0.0.1:1/x/v1"))
 
 @pytest.mark.parametrize("kind", ["command", "sandbox"])
 def test_they_end_with_an_orchestrator_that_is_killed(kind, mark):
-    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, kind, *SLEEP, mark], cwd=ROOT)
+    parent = subprocess.Popen([sys.executable, "-c", ORPHAN, kind, "sh", "-c", HANGS, mark], cwd=ROOT)
     wait_until(lambda: len(having(mark)) > 3)
     parent.kill()
     parent.wait()
