@@ -30,8 +30,8 @@ def noise(answer):
     return float(answer) + random.random()
 
 
-def load_environment(kind="turns", num_turns=4):
-    rows = [{"question": f"hello {i}", "answer": str(i)} for i in range(37)]
+def load_environment(kind="turns", num_turns=4, num_rows=37):
+    rows = [{"question": f"hello {i}", "answer": str(i)} for i in range(num_rows)]
     if kind == "noise":
         return SingleTurnEnv(rows, rows[:3], rubric=Rubric([noise]))
     return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
