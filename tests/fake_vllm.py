@@ -81,7 +81,7 @@ class Network(WeightReceiver):
         layers = {}
         for key, tensor in load_file(Path(path, "adapter_model.safetensors")).items():
             layer, _, factor = key.removeprefix("base_model.model.").removesuffix(".weight").rpartition(".")
-            layers.setdefault(layer, {})[factor] = tensor
+            layers.setdefault(layer, {})[factor] = tensor.to(self.model.dtype)
         self.adapters[name] = about["lora_alpha"] / about["r"], layers
 
     def log_p(self, name, ids, temperature):
