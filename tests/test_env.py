@@ -159,5 +159,6 @@ def test_environments_load_by_name(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(body)
     assert len(load_environment("org/my-task", {"n": 2}).dataset) == 2
     assert len(load_environment("alphabet-sort", {"n": 3}).dataset) == 3
+    del sys.modules["my_task"], sys.modules["alphabet_sort"]  # other tests mean the shipped one
     command = [sys.executable, "-c", "import sys, env; assert not {'torch', 'transformers'} & set(sys.modules)"]
     subprocess.run(command, cwd=ROOT, check=True)
