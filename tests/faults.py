@@ -1,8 +1,8 @@
-"""Holds a run for a minute at an exact point, where a test may kill any of its processes:
+"""Holds a run for a minute where trainer.py calls a function for the n-th time, and a test may kill any process:
 
-    PYTHONPATH=tests HOLD="save 2" bash launch.sh config.toml trainer.loss=faults:loss
+    PYTHONPATH=tests HOLD="identity 2" bash launch.sh config.toml trainer.loss=faults:loss
 
-The second checkpoint is then written, but not yet renamed. The points are those below; "[hold]" appears in a log."""
+The second checkpoint is then written, but not yet renamed. "[hold]" appears in a log."""
 
 import os
 import time
@@ -10,14 +10,7 @@ import time
 import trainer
 
 loss = trainer.cispo
-POINTS = {
-    "train": "train_step",
-    "gather": "stream_weights",
-    "canary": "canary",  # the weights have arrived, but their version is not live
-    "save": "identity",  # all parts of a checkpoint are written
-    "final": "write_final",
-}
-point, _, number = os.environ.get("HOLD", "").partition(" ")
+name, _, number = os.environ.get("HOLD", "").partition(" ")
 calls = []
 
 
@@ -29,6 +22,6 @@ def held(*args):
     return honest(*args)
 
 
-if point:
-    honest = getattr(trainer, POINTS[point])
-    setattr(trainer, POINTS[point], held)
+if name:
+    honest = getattr(trainer, name)
+    setattr(trainer, name, held)

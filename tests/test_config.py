@@ -16,9 +16,7 @@ from configs.runtime.role import ConfigError
     "override, named",
     [
         ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; .* is 'trainer.learning_rate'"),
-        ("env.arg.x=1", "'env.arg.x': unknown; .* is 'env.args'"),
         ("max_steps=1.5", "'max_steps' = 1.5: must be of type int"),
-        ("trainer.gpus=true", "'trainer.gpus' = True: must be of type int"),
         ('trainer.beta="high"', "'trainer.beta' = 'high': must be of type float"),
         ("orchestrator.max_staleness=-1", "must be at least 0"),
         ("trainer.beta=nan", "must be at least 0"),
@@ -32,7 +30,6 @@ from configs.runtime.role import ConfigError
         ("orchestrator.order_args.share=0.5", "without orchestrator.order"),
         ("trainer.dtype=fp16", "trainer.dtype: bf16 or fp32"),
         ("trainer.lr_scheduler_type=step", "lr_scheduler_type: one of"),
-        ('inference.urls=["http://10.0.0.1:8000"]', "allow_remote"),
         ('inference.urls=["http://127.0.0.1.evil.org"]', "allow_remote"),
         ("trainer.sync_host=10.0.0.1", "allow_remote"),
         ("run_name=../there", "run_name"),

@@ -110,18 +110,6 @@ def test_numbers_of_sequences_are_fields(tmp_path):
         load(tmp_path, change=lambda sequences: sequences[3].adv.put(2, np.nan))
 
 
-def test_collate():
-    fields = {"tokens": torch.tensor([5, 6, 7, 8, 9]), "mask": torch.tensor([False, True, True, False, True])}
-    micro = trainer.collate(fields, [3, 2], [0, 1], 4)
-    assert micro["ids_BW"].tolist() == [[5, 6, 7, 5], [8, 9, 5, 5]]
-    assert [micro[name].tolist() for name in ("tokens_N", "row_N", "at_N", "index_N")] == [
-        [6, 7, 9], [0, 0, 1], [1, 2, 4], [0, 1, 4]
-    ]  # fmt: skip
-    fields["mask"][3] = True
-    with pytest.raises(AssertionError, match="first token"):
-        trainer.collate(fields, [3, 2], [0, 1], 4)
-
-
 @pytest.mark.parametrize("world", [1, 3])
 def test_micro_batches_hold_each_row_once(world, make_cfg, tmp_path, monkeypatch):
     cfg = make_cfg("trainer.micro_batch_size=1")
@@ -199,6 +187,8 @@ def test_losses_by_hand(name, make_cfg):
             expected = -min(r * adv, clipped)
             slope = 0.0 if clipped < r * adv else -r * adv
         assert (loss, grad) == pytest.approx((expected, slope), abs=1e-12)
+    far = micro_of(adv_N=torch.zeros(1), old_logp_N=torch.tensor([-1e4]))
+    assert trainer.compute_loss(far, torch.zeros(1), torch.zeros(1), make_cfg(f"trainer.loss={name}").trainer)[0] == 0
 
 
 def reads_mine(micro, logp_N, entropy_N):
@@ -350,6 +340,21 @@ def test_lora_starts_as_the_base_trains_its_factors_and_merges_exactly(make_cfg,
         trainer.build_policy(cfg)
 
 
+def test_dropout_is_another_at_each_step_and_never_in_scores(make_cfg, tmp_path):
+    how = ("trainer.use_lora=true", "trainer.optimizer=test_trainer:sgd", "trainer.learning_rate=0")
+    cfg = make_cfg(*how, "trainer.lora_dropout=0.5")
+    policy = trainer.build_policy(cfg)
+    for p in policy.trained().values():
+        nn.init.normal_(p)
+    batch = load(tmp_path)
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
+    tables = [trainer.train_step(policy, optimizer, batch, step, cfg)[1] for step in (0, 1, 0)]
+    first, other, again = (table["policy/logp"] for table in tables)
+    scores = [trainer.score(policy, batch, list(range(13)), cfg) for _ in range(2)]
+    assert first.equal(again) and not first.equal(other)
+    assert scores[0].equal(scores[1]) and not scores[0].equal(first)
+
+
 @pytest.mark.parametrize("kind", ["tied", "lora"])
 def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
     from peft import PeftModel
@@ -487,36 +492,28 @@ def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
 # --- the loop ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def no_servers(make_cfg, tmp_path, monkeypatch):
-    """A run beside no server, whose steps return `numbers`. Returns what was synced: [(version, has a batch), ...]"""
+@pytest.mark.parametrize("useless", [{"optim/grad_norm": math.nan}, {"policy/kl_sampler": 1.1}])
+def test_three_useless_steps_end_a_run(useless, make_cfg, replay, tmp_path, monkeypatch):
+    """Until then it syncs the version that it starts with, and each further one with its batch."""
+    make_cfg()
+    (tmp_path / "test").mkdir()
+    batches = write_batches(tmp_path / "test" / "batches", 5)
     synced = []
 
     def sync(sender, policy, version, cfg, batch=None):
         synced.append((version, batch is not None))
         return {}
 
-    make_cfg()
-    (tmp_path / "test").mkdir()
-    write_batches(tmp_path / "test" / "batches", 5)
+    metrics = {"loss": 0.0, "policy/kl_sampler": 0.0, "policy/entropy": 1.0, "optim/grad_norm": 1.0} | useless
     monkeypatch.setattr(trainer, "WeightSender", lambda *given: None)
     monkeypatch.setattr(trainer, "sync_weights", sync)
-    return synced
-
-
-@pytest.mark.parametrize("key", ["optim/grad_norm", "policy/kl_sampler"])
-def test_three_useless_steps_end_a_run(key, no_servers, replay, tmp_path, monkeypatch):
-    numbers = {"loss": 0.0, "policy/kl_sampler": 0.0, "policy/entropy": 1.0, "optim/grad_norm": 1.0}
-    numbers[key] = {"optim/grad_norm": math.nan, "policy/kl_sampler": 1.1}[key]
-    table = {"policy/logp": torch.zeros(1)}
-    monkeypatch.setattr(trainer, "train_step", lambda policy, optimizer, batch, step, cfg: (numbers, table))
-    argv = [tmp_path / "test.toml", f"output_dir={tmp_path}", "max_steps=5"]
+    monkeypatch.setattr(trainer, "train_step", lambda *given: (metrics, {"policy/logp": torch.zeros(1)}))
     with pytest.raises(NumericsError, match="three steps; step 2"):
-        replays([argv])
-    assert no_servers == [(0, False), (1, True), (2, True)]
+        replays([[tmp_path / "test.toml", f"output_dir={tmp_path}", "max_steps=5"]])
+    assert synced == [(0, False), (1, True), (2, True)]
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [0, 1]
-    if key == "policy/kl_sampler":  # other batches may be far away
-        replay(tmp_path / "test" / "batches")
+    if "policy/kl_sampler" in useless:  # other batches may be far away
+        replay(batches)
 
 
 def test_replays(replay, tmp_path):
@@ -569,18 +566,6 @@ def sender_that_says(number, run_dir=None):
 
     sender = SimpleNamespace(extend=extend, max_dlogp=0.2, run_dir=run_dir, send=lambda blocks, version: None)
     return sender
-
-
-@pytest.mark.parametrize("max_seq_len", [32, 1000, 4096])
-@pytest.mark.parametrize("num_servers", [1, 8])
-def test_canary_rows_have_eight_lengths(max_seq_len, num_servers, make_cfg):
-    urls = ["http://127.0.0.1:1"] * num_servers
-    for dtype in ("fp32", "bf16"):
-        cfg = make_cfg(f"max_seq_len={max_seq_len}", f"inference.urls={urls}", f"trainer.dtype={dtype}")
-        policy = Policy()
-        sender = sender_that_says(0.0)
-        trainer.canary(sender, policy, 0, cfg, None)
-        assert len({len(row) for row in sender.rows}) == 8 and policy.micro["ids_BW"].shape[1] <= max_seq_len
 
 
 def test_how_the_canary_asks(make_cfg, tmp_path):

@@ -5,18 +5,22 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 
 import httpx
 import pytest
 import torch
-from conftest import ROOT, VLLM, launch, lines, write_run
+from conftest import BASE, ROOT, free_port, launch, lines, start, stop, wait_for, write_run
 from think_env import Turns
 
 import orchestrator
 import trainer
+from configs import load_config
 from configs.runtime.role import RoleDied
+from configs.serving.flags import as_flags, server_options
 from env import Rubric, SingleTurnEnv
 from orchestrator import Client, Rollout
 
@@ -25,21 +29,29 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def server(models, tmp_path_factory):
-    """Its head is tied, and vLLM has a packed copy of it."""
-    found = VLLM(models["tools"], tmp_path_factory.mktemp("vllm") / "log")
-    yield found.wait()
-    found.stop()
+def url(models, tmp_path_factory):
+    """The address of a server, started as launch.py does it. Its head is tied, and vLLM has a packed copy of it."""
+    path = tmp_path_factory.mktemp("vllm")
+    (path / "run.toml").write_text(BASE.format(model=models["tools"]))
+    options = server_options(load_config(path / "run.toml", ["max_seq_len=256"]), "real", False, False)
+    port = free_port()
+    options |= {"port": port, "worker_extension_cls": "receivers.Faulty"}
+    log = path / "log"
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as scratch:  # short: vLLM's sockets go there
+        command = [sys.executable, "-m", "configs.serving.server", *as_flags(options)]
+        process = start(command, log, TMPDIR=scratch, OMP_NUM_THREADS="1")
+        wait_for(f"http://127.0.0.1:{port}", process, log)
+        yield f"http://127.0.0.1:{port}"
+        stop(process)
 
 
 @pytest.fixture
-def connect(server, make_cfg, models, tmp_path, monkeypatch):
+def connect(url, make_cfg, models, tmp_path, monkeypatch):
     """connect(*overrides) -> cfg, policy, sender: a trainer in this process, joined to the server."""
     monkeypatch.setenv("ROLEMODEL_RUN_ID", "real")
 
-    def go(*overrides, url=server.url, model="tools"):
-        more = [f'inference.urls=["{url}"]', "max_seq_len=256", *overrides]
-        cfg = make_cfg(*more, model=models[model])
+    def go(*overrides):
+        cfg = make_cfg(f'inference.urls=["{url}"]', "max_seq_len=256", *overrides, model=models["tools"])
         return cfg, trainer.build_policy(cfg), trainer.WeightSender(cfg, tmp_path, CPU)
 
     return go
@@ -160,34 +172,14 @@ def test_rollouts_are_token_exact(kind, connect, tmp_path):
     assert diff_N.abs().max() < 1e-4
 
 
-def test_a_short_run(server, models, tmp_path):
+def test_a_short_run(url, models, tmp_path):
     """By launch.sh, beside the server."""
     toml = write_run(tmp_path, models["tools"], 2, '{ kind = "noise" }')
-    urls = f'inference.urls=["{server.url}"]'
-    launch(toml, urls, "eval.every=1", "max_seq_len=256", ROLEMODEL_RUN_ID="real", timeout=240)
+    launch(toml, f'inference.urls=["{url}"]', "eval.every=1", "max_seq_len=256", ROLEMODEL_RUN_ID="real", timeout=240)
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["step"] for line in metrics] == [0, 1] and metrics[0]["policy/kl_sampler"] < 1e-6
     assert all(line["sync/dlogp_max"] < 1e-4 for line in metrics)
     assert [line["step"] for line in lines(tmp_path / "run" / "eval.jsonl")] == [0, 1, 2]
-
-
-@pytest.mark.long
-def test_adapters_in_16_bits(connect, models, tmp_path):
-    """They go under versioned names; one that is not loaded is caught."""
-    flags = ("--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
-    found = VLLM(models["untied"], tmp_path / "log", *flags, dtype="bfloat16")
-    try:
-        more = ("trainer.use_lora=true", "trainer.dtype=bf16")
-        cfg, policy, sender = connect(*more, url=found.wait().url, model="untied")
-        for version in range(3):
-            shake(policy, 0.02)
-            assert trainer.sync_weights(sender, policy, version, cfg)["sync/dlogp_mean"] < 0.03
-        shake(policy, 0.2)
-        sender.send = lambda blocks, version: None
-        with pytest.raises(RoleDied):
-            trainer.sync_weights(sender, policy, 3, cfg)
-    finally:
-        found.stop()
 
 
 def learn(path, *overrides):
