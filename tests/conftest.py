@@ -1,15 +1,13 @@
-"""Fixtures: tiny models made on the spot, configurations, batches, one fake server and one real vLLM per session."""
+"""Fixtures: tiny models made on the spot, configurations, batches, one fake server per session."""
 
 import asyncio
 import json
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -216,7 +214,7 @@ def fake_servers(models, tmp_path_factory):
     log = tmp_path_factory.mktemp("fake") / "log"
     command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
     command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
-    process = start([*command, "--enable-auto-tool-choice"], log)
+    process = start(command, log)
     url = f"http://127.0.0.1:{port}"
     wait_for(url, process, log)
 
@@ -226,30 +224,6 @@ def fake_servers(models, tmp_path_factory):
 
     yield get
     stop(process)
-
-
-class VLLM:
-    """A real vLLM server, started as launch.py does it."""
-
-    def __init__(self, model, log, *flags, max_len=256, dtype="float32", receiver="receivers.Faulty"):
-        self.log = log
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "configs.serving.server", "--model", str(model), "--served-model-name", "real"]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", str(max_len)]
-        command += ["--logprobs-mode", "processed_logprobs", "--scheduling-policy", "priority", *flags]
-        command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
-        self.scratch = tempfile.mkdtemp(prefix="t", dir="/tmp")  # short: vLLM's sockets go there
-        env = {"TMPDIR": self.scratch, "OMP_NUM_THREADS": "1"}
-        self.process = start([*command, "--worker-extension-cls", receiver], log, **env)
-
-    def wait(self):
-        wait_for(self.url, self.process, self.log)
-        return self
-
-    def stop(self):
-        stop(self.process)
-        shutil.rmtree(self.scratch)
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ import json
 import math
 import os
 import random
-import re
 import signal
 import sys
 import time
@@ -241,8 +240,6 @@ class Server:
             raise Refused(400, EXCEEDED)
         if room == 0:
             raise Refused(400, "max_tokens must be at least 1, got 0.")  # as vLLM 0.32 says it
-        if body.get("tools") and not self.args.enable_auto_tool_choice:
-            raise Refused(400, '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set')
         seed = zlib.crc32(f"{ids} {body.get('user')} {body.get('seed')}".encode())
         eos = self.tokenizer.eos_token_id
         given = (name, ids, seed, min(asked, room), body.get("temperature", 1.0), eos)
@@ -255,8 +252,8 @@ class Server:
         choice = {"index": 0, "finish_reason": "stop" if is_stop else "length", "token_ids": tokens}
         if "messages" in body:
             kind = "chat.completion"
-            message = {"role": "assistant", "content": text} | (hermes(text, seed) if body.get("tools") else {})
-            choice |= {"message": message, "logprobs": {"content": [{"logprob": x} for x in logps]}}
+            choice["message"] = {"role": "assistant", "content": text}
+            choice["logprobs"] = {"content": [{"logprob": x} for x in logps]}
         else:
             kind = "text_completion"
             choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
@@ -275,19 +272,6 @@ def plain(message):
     return message
 
 
-def hermes(text, seed):
-    """What vLLM's parser of that name makes of a text: content, and tool calls if they are well-formed."""
-    calls = []
-    try:
-        for i, part in enumerate(re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)):
-            found = json.loads(part)
-            function = {"name": found["name"] + "", "arguments": json.dumps(found["arguments"])}
-            calls.append({"id": f"chatcmpl-tool-{seed:08x}-{i}", "type": "function", "function": function})
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return {"content": text.partition("<tool_call>")[0] or None, "tool_calls": calls} if calls else {}
-
-
 @web.middleware
 async def as_json(request, handler):
     try:
@@ -303,7 +287,6 @@ def main():
     parser.add_argument("--chat-template")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
-    parser.add_argument("--enable-auto-tool-choice", action="store_true")
     args, _ = parser.parse_known_args()
     engine = start_engine()
     torch.set_num_threads(1)

@@ -12,13 +12,17 @@ class Policy:
         self.left = list(said)
         self.choice = {"index": 0, "finish_reason": "stop"} | choice  # of each reply
         self.asked = []
+        self.num_ended = 0  # requests that hung
 
     async def __call__(self, messages, tools=None, agent="", trainable=True, **settings):
         asked = {"messages": list(messages), "tools": tools, "agent": agent, "trainable": trainable}
         self.asked.append(SimpleNamespace(**asked, settings=settings))
         said = self.left.pop(0)
         if said is None:
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.num_ended += 1
         if isinstance(said, Exception):
             raise said
         message = Policy.message(said)

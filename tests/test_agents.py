@@ -79,7 +79,7 @@ async def delegates(client, base_url, prompt):
         messages.append({"role": "user", "content": "more"})
     solver = client.with_options(base_url=base_url.replace("/v1", "/solver/v1"), default_headers={"X-Agent": "no"})
     await say(solver, list(sub))
-    await say(client, list(sub), extra_headers={"X-Agent": "user"})
+    await say(client, [{"role": "user", "content": "a"}] * 9, extra_headers={"X-Agent": "user"})  # the longest
     await say(client, list(sub), extra_headers={"X-Trainable": "false"})
 
 
@@ -203,6 +203,7 @@ def test_the_policys_fault_is_scored_and_any_other_loses_the_rollout(monkeypatch
 
 def test_requests_that_are_malformed_late_or_of_clients_that_have_gone_are_not_recorded():
     late = []
+    policy = Policy(None, None, None, "a", None)
 
     async def agent(client, base_url, prompt):
         async with httpx.AsyncClient(trust_env=False) as http:
@@ -213,12 +214,13 @@ def test_requests_that_are_malformed_late_or_of_clients_that_have_gone_are_not_r
                     await http.post(f"{base_url}/chat/completions", json={"messages": prompt} | more, timeout=0.1)
         with pytest.raises(openai.APITimeoutError):
             await say(client.with_options(timeout=0.1, max_retries=0), prompt)
+        while policy.num_ended < 3:
+            await asyncio.sleep(0.01)
         await say(client, prompt)
         late.extend([asyncio.create_task(say(client, prompt)), client])
         await asyncio.sleep(0.01)
 
     async def go():
-        policy = Policy(None, None, None, "a", None)
         await policy.rollout(AgentEnv(agent, ROWS, rubric=Rubric()), ROWS[0])
         await asyncio.wait(late[:1])
         assert late[0].cancelled() and len(policy.asked) == 5 and policy.state["turn"] == 1

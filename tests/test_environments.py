@@ -63,18 +63,18 @@ def test_tools_run_and_what_goes_wrong_goes_back_as_text():
         ("nothing", "{}"): "there is no tool 'nothing', only look, fails",
         ("fails", ""): "OSError: no luck ?",
     }
-    env = ToolEnv(ROWS, [Notes().look, fails], max_turns=4)
+    env = ToolEnv(ROWS, [Notes().look, fails], max_turns=5)
     function = env.tools[0]["function"]
     assert function["description"] == "Look around." and function["parameters"]["required"] == ["where", "how"]
     assert function["parameters"]["properties"]["how"]["enum"] == ["near", "far"]
     first = calls(("look", '{"where": ["a"], "how": "far", "most": "1"}'))
     many = calls(("look", '{"where": ["b"], "how": "far", "most": 5000}'))
-    state, _, _ = play(env, ROWS[0], '<tool_call>{"name": "look", "arg', first, many, calls(*wrong))
+    state, _, _ = play(env, ROWS[0], '<tool_call>{"name": "look", "arg', first, many, calls(*wrong), "4")
     assert state["completion"][1]["role"] == "user" and "not valid JSON" in state["completion"][1]["content"]
     texts = [m["content"] for m in state["completion"] if m["role"] == "tool"]
-    assert texts[0] == "['a'] far 1 4" and state["looked"] == ["b"] and state["turn"] == 4
+    assert texts[0] == "['a'] far 1 4" and state["looked"] == ["b"] and state["turn"] == 5
     assert len(texts[1]) == env.max_output + len("\n[cut at 8192 characters]")
-    for text, want in zip(texts[2:], wrong.values()):
+    for text, want in zip(texts[2:], wrong.values(), strict=True):
         assert text.startswith("error: ") and want in text, (text, want)
     with pytest.raises(RuntimeError, match="alarms raised NeedsMainThread"):  # no fault of the policy's
         play(ToolEnv(ROWS, [alarms]), ROWS[0], calls(("alarms", "")))

@@ -236,42 +236,38 @@ def test_requests_that_fail_hang_or_lack_a_number(run):
 
 
 def lost(work, timeout_s=5.0):
+    """Why a rollout was lost by this work."""
     r = Rollout("e", 0, 0, 0, 0, reward=1.0, metrics={"x": 1.0})
 
     async def go():
-        await asyncio.gather(orchestrator.guard([r], work, timeout_s))
+        await orchestrator.guard([r], work, timeout_s)
         assert not asyncio.current_task().cancelling()
 
     asyncio.run(go())
-    assert (r.reward is None) == bool(r.error) == (r.metrics == {})
+    assert r.reward is None and r.metrics == {}
     return r.error
 
 
 def test_guard():
-    async def cancels_itself():
-        asyncio.current_task().cancel()
-        await asyncio.sleep(0)
+    """User code may cancel its own task, swallow that, or try to end the process."""
 
-    async def ends_before_its_cancel():
+    async def cancels_itself():
         asyncio.current_task().cancel()
 
     async def swallows():
         with suppress(asyncio.CancelledError):
             await cancels_itself()
+            await asyncio.sleep(0)
         raise LookupError("later")
 
-    def generator_exit():
-        raise GeneratorExit
-
-    def leaves():
-        raise SystemExit(2)
+    def raises(error):
+        raise error
 
     assert lost(cancels_itself()).startswith("CancelledError")
-    assert lost(ends_before_its_cancel()).startswith("CancelledError")
     assert lost(swallows()) == "LookupError: later"
     assert lost(asyncio.sleep(5), 0.1) == "TimeoutError: after 0.1 s"
-    assert lost(env.call(generator_exit)).startswith("RuntimeError: generator_exit raised GeneratorExit")
-    assert lost(env.call(leaves)) == "RuntimeError: leaves raised SystemExit: 2"
+    assert lost(env.call(partial(raises, GeneratorExit()))).startswith("RuntimeError: raises raised GeneratorExit")
+    assert "SystemExit" in lost(env.call(partial(raises, SystemExit(2))))
     with pytest.raises(ConfigError):
         lost(env.call(partial(configs.find, "none", {})))
 
@@ -279,8 +275,8 @@ def test_guard():
         task = asyncio.create_task(orchestrator.guard([], asyncio.sleep(60), 90))
         await asyncio.sleep(0.05)
         task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
 
     asyncio.run(is_cancelled())
 

@@ -493,7 +493,7 @@ def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("useless", [{"optim/grad_norm": math.nan}, {"policy/kl_sampler": 1.1}])
-def test_three_useless_steps_end_a_run(useless, make_cfg, replay, tmp_path, monkeypatch):
+def test_three_useless_steps_in_a_row_end_a_run(useless, make_cfg, replay, tmp_path, monkeypatch):
     """Until then it syncs the version that it starts with, and each further one with its batch."""
     make_cfg()
     (tmp_path / "test").mkdir()
@@ -504,14 +504,17 @@ def test_three_useless_steps_end_a_run(useless, make_cfg, replay, tmp_path, monk
         synced.append((version, batch is not None))
         return {}
 
-    metrics = {"loss": 0.0, "policy/kl_sampler": 0.0, "policy/entropy": 1.0, "optim/grad_norm": 1.0} | useless
+    def step(policy, optimizer, batch, step, cfg):
+        fine = {"loss": 0.0, "policy/kl_sampler": 0.0, "policy/entropy": 1.0, "optim/grad_norm": 1.0}
+        return fine | ({} if step == 1 else useless), {"policy/logp": torch.zeros(1)}
+
     monkeypatch.setattr(trainer, "WeightSender", lambda *given: None)
     monkeypatch.setattr(trainer, "sync_weights", sync)
-    monkeypatch.setattr(trainer, "train_step", lambda *given: (metrics, {"policy/logp": torch.zeros(1)}))
-    with pytest.raises(NumericsError, match="three steps; step 2"):
+    monkeypatch.setattr(trainer, "train_step", step)
+    with pytest.raises(NumericsError, match="three steps; step 4"):
         replays([[tmp_path / "test.toml", f"output_dir={tmp_path}", "max_steps=5"]])
-    assert synced == [(0, False), (1, True), (2, True)]
-    assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [0, 1]
+    assert synced == [(0, False), (1, True), (2, True), (3, True), (4, True)]
+    assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [0, 1, 2, 3]
     if "policy/kl_sampler" in useless:  # other batches may be far away
         replay(batches)
 
