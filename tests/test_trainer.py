@@ -123,6 +123,7 @@ def test_micro_batches_hold_each_row_once(world, make_cfg, tmp_path, monkeypatch
         shapes.append([micro["ids_BW"].shape[1] for micro in micros])
         for micro in micros:
             seen.update(micro["at_N"].tolist())
+            assert micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])
             assert micro["ids_BW"].numel() <= 64
             assert (micro["num_tokens"], micro["num_sequences"], micro["max_tokens"]) == (sum(batch.counts), 13, 16)
     assert all(widths == shapes[0] for widths in shapes) and shapes[0] == sorted(shapes[0], reverse=True)
@@ -158,37 +159,19 @@ def test_log_probabilities_are_those_of_the_model(chunk, make_cfg, models, tmp_p
 def test_in_16_bits_masters_and_temperatures_stay_in_fp32(make_cfg, tmp_path):
     """FSDP2 casts inputs to the compute dtype: 0.6 would become 0.6016, and bias every ratio."""
     seen = []
-    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16"))
+    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16", "trainer.head_dtype=fp32"))
     head = policy.head
     policy.head = lambda *given: seen.append(given) or head(*given)
     batch = load(tmp_path)
-    policy(trainer.collate(batch.fields, batch.lens, [0], max(batch.lens)))[0].sum().backward()
-    _, hidden_ND, _, temperature_N = seen[0]
+    logp_N, _ = policy(trainer.collate(batch.fields, batch.lens, [0], max(batch.lens)))
+    logp_N.sum().backward()
+    weights, hidden_ND, target_N, temperature_N = seen[0]
+    logits_NV = hidden_ND.double() @ weights["weight"].double().T / temperature_N[:, None]
+    torch.testing.assert_close(
+        logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0], logp_N.double(), atol=1e-5, rtol=0
+    )
     assert hidden_ND.dtype == torch.bfloat16 and set(temperature_N.tolist()) == {np.float32(0.7)}
     assert {p.dtype for p in policy.parameters()} == {p.grad.dtype for p in policy.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize("name", ["cispo", "grpo"])
-def test_losses_by_hand(name, make_cfg):
-    adv_N = torch.tensor([1.0, -1.0, 2.0, 0.5, -3.0], dtype=torch.float64)
-    log_r_N = torch.tensor([2.0, 2.0, 0.1, -1.0, -1.0], dtype=torch.float64)
-    logp_N = torch.full([5], -1.0, dtype=torch.float64, requires_grad=True)
-    micro = micro_of(adv_N=adv_N, old_logp_N=logp_N.detach() - log_r_N)
-    loss_N, logs = trainer.compute_loss(micro, logp_N, -logp_N, make_cfg(f"trainer.loss={name}").trainer)
-    loss_N.sum().backward()
-    assert logs["policy/clip_frac"].tolist() == [True, name == "cispo", False, False, name == "grpo"]
-    for loss, grad, adv, log_r in zip(loss_N.tolist(), logp_N.grad.tolist(), adv_N.tolist(), log_r_N.tolist()):
-        r = math.exp(log_r)
-        if name == "cispo":
-            expected = min(r, 5) * adv  # times -logp, which is 1
-            slope = -min(r, 5) * adv
-        else:
-            clipped = min(max(r, 0.8), 1.28) * adv
-            expected = -min(r * adv, clipped)
-            slope = 0.0 if clipped < r * adv else -r * adv
-        assert (loss, grad) == pytest.approx((expected, slope), abs=1e-12)
-    far = micro_of(adv_N=torch.zeros(1), old_logp_N=torch.tensor([-1e4]))
-    assert trainer.compute_loss(far, torch.zeros(1), torch.zeros(1), make_cfg(f"trainer.loss={name}").trainer)[0] == 0
 
 
 def reads_mine(micro, logp_N, entropy_N):
@@ -334,7 +317,8 @@ def test_lora_starts_as_the_base_trains_its_factors_and_merges_exactly(make_cfg,
     merged = base[f"{name}.weight"].bfloat16().double() + low_rank
     torch.testing.assert_close(sent(torch.float32)[f"{name}.weight"].double(), merged, atol=1e-6, rtol=0)
     assert low_rank.abs().max() > 1e-3 and len(factors) == 2 * 7 * 2
-    assert {w.dtype for w in sent(torch.bfloat16).values()} == {torch.bfloat16}
+    policy.model.model.layers[0].register_buffer("bias", torch.ones(3))  # e.g. of a router
+    assert {name for name, w in sent(torch.bfloat16).items() if w.dtype != torch.bfloat16} == {"model.layers.0.bias"}
     cfg = make_cfg("trainer.use_lora=true", 'trainer.lora_target_modules=["lm_head"]', model=models["tied"])
     with pytest.raises(ConfigError, match="'lm_head'"):
         trainer.build_policy(cfg)
@@ -387,8 +371,9 @@ def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
 
 
 def poison(sequences):
-    if len(sequences[4].tokens) > 9:  # in one of the batches
-        sequences[4].fields["poison"][-1] = np.nan
+    """The gradient's norm is nan in the first batch and overflows in the third."""
+    if len(sequences[4].tokens) > 9:
+        sequences[4].fields["poison"][-1] = np.nan if len(sequences[0].tokens) > 11 else 1e30
 
 
 @pytest.fixture(scope="module")
@@ -401,7 +386,7 @@ def ranks(models, tmp_path_factory):
     saved = save(path / "saved", 3, poison)
     often = ["checkpoint.every=2", "checkpoint.keep=9", "trainer.micro_batch_size=2"]
     lossy = "trainer.loss=test_trainer:poisoned"
-    dropout = [*LORA, "trainer.lora_dropout=0.2", *EPOCHS]
+    dropout = [*LORA, "trainer.lora_dropout=0.2", "trainer.ref_sync_steps=1", *EPOCHS]
     runs = {"full": EPOCHS, "lora": [*LORA, *EPOCHS], "poisoned": [lossy], "whole": dropout}
 
     def argv(name, more, ranks):
@@ -437,12 +422,13 @@ def test_two_ranks_are_one(name, ranks):
         assert logps[0].min() > -9  # not the sum of two epochs
     torch.testing.assert_close(final(one), final(two), atol=2e-5, rtol=1e-4)
     if name == "poisoned":
-        skipped = [line["optim/skipped"] for line in lines(two / "metrics.jsonl")]
-        assert sorted(set(skipped)) == [0, 1] and all(w.isfinite().all() for w in final(two).values())
+        metrics = lines(two / "metrics.jsonl")
+        assert [(line["optim/skipped"], "optim/grad_norm" in line) for line in metrics] == [(1, 0), (0, 1), (1, 0)]
+        assert all(w.isfinite().all() for w in final(two).values())
 
 
 def test_a_resumed_run_is_the_same_on_two_ranks(ranks):
-    """Bit for bit: LoRA with dropout, a reference, epochs and minibatches."""
+    """Bit for bit: LoRA with dropout, a reference that moves, epochs and minibatches."""
     whole, half = (ranks[1](name, 2) for name in ("whole", "half"))
     torch.testing.assert_close(final(half), final(whole), **EXACT)
     assert [x["loss"] for x in lines(half / "metrics.jsonl")] == [x["loss"] for x in lines(whole / "metrics.jsonl")]
@@ -525,8 +511,8 @@ def test_replays(replay, tmp_path):
         with pytest.raises(ConfigError, match=error):
             replay(save(tmp_path / "saved", 3) if overrides else tmp_path, *overrides.split())
     assert not list(tmp_path.glob("test-*"))
-    run_dir = replay(tmp_path / "saved", "trainer.lr_scheduler_type=linear", "max_steps=2")
-    assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == [1e-3, 0.5e-3]
+    run_dir = replay(tmp_path / "saved", "trainer.lr_scheduler_type=linear", "max_steps=9")
+    assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
 
 
 # --- servers and the canary -------------------------------------------------------------------------------------------
@@ -586,10 +572,11 @@ def test_how_the_canary_asks(make_cfg, tmp_path):
     said = {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}
     replies = [SimpleNamespace(json=lambda: said)] * 2  # of two servers
     sender = SimpleNamespace(cfg=cfg, post_all=lambda path, body: bodies.append(body) or replies)
-    rows, logp_N = trainer.WeightSender.extend(sender, 0, [[1, 2]], 3)
+    for _ in range(2):
+        rows, logp_N = trainer.WeightSender.extend(sender, 0, [[1, 2]], 3)
     assert rows == [[1, 2, 7]] * 2 and logp_N.tolist() == [-1.0, -1.0]
     wanted = {"temperature": 0.7, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
-    assert wanted.items() <= bodies[0].items()
+    assert wanted.items() <= bodies[0].items() and bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
 
 
 def test_the_canarys_limit(make_cfg, tmp_path):
@@ -619,5 +606,8 @@ def test_no_version_is_live_before_its_canary(make_cfg, tmp_path):
     with pytest.raises(RoleDied, match="canary of version 3"):
         trainer.sync_weights(sender_that_says(0.0, tmp_path), policy, 3, cfg)
     assert not (tmp_path / "version").exists()
-    trainer.sync_weights(sender_that_says(0.0, tmp_path), policy, 3, make_cfg("trainer.max_sync_dlogp=99"))
-    assert (tmp_path / "version").read_text() == "3"
+    sender = sender_that_says(0.0, tmp_path)
+    batch = load(tmp_path)
+    trainer.sync_weights(sender, policy, 3, make_cfg("trainer.max_sync_dlogp=99"), batch)
+    assert (tmp_path / "version").read_text() == "3" and sender.rows[0][0] == batch.fields["tokens"][0]
+    assert len(sender.rows[0]) == 1 + batch.lens[0] // 2
