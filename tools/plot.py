@@ -38,14 +38,6 @@ def read(run: Path) -> list[dict]:
     return [added.get(line["step"], {}) | line for line in Lines(run / "metrics.jsonl").new()]
 
 
-def wilson(share: float, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The ends of the 95 % interval of a share of n."""
-    middle = share + z * z / (2 * n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    scale = 1 + z * z / n
-    return (middle - half) / scale, (middle + half) / scale
-
-
 def values(metrics: list[dict], key: str) -> list[float]:
     """One value per step, nan where there is none."""
     return [line.get(key, math.nan) for line in metrics]
