@@ -349,7 +349,7 @@ def test_the_reference_is_the_first_policy_and_moves_toward_the_later_ones(make_
     optimizer = trainer.make_optimizer(policy, cfg.trainer)
     path = write_batches(tmp_path / "saved") / "step_000000.safetensors"
     for step in range(4):
-        batch = trainer.load_batch(path, policy.device)
+        batch = trainer.load_batch(path)
         if step == 2:
             with torch.no_grad():
                 for own, other in zip(policy.parameters(), reference.parameters(), strict=True):

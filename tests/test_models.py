@@ -80,12 +80,12 @@ def make_model(family, shape, path):
 @pytest.fixture
 def batch(tmp_path):
     path = write_batches(tmp_path / "saved", num=10, longest=30) / "step_000000.safetensors"
-    return trainer.load_batch(path, torch.device("cpu"))
+    return trainer.load_batch(path)
 
 
 def micro_of(batch):
     """All rows, padded beyond the longest."""
-    return trainer.collate(batch.fields, batch.lens, list(range(len(batch.lens))), max(batch.lens) + 3)
+    return trainer.collate(batch.fields, batch.lens, list(range(len(batch.lens))), max(batch.lens) + 3, "cpu")
 
 
 def scored(network, batch):

@@ -56,7 +56,7 @@ def save(folder, steps=1, change=lambda sequences: None):
 
 
 def load(tmp_path, **kwargs):
-    return trainer.load_batch(save(tmp_path / "saved", **kwargs) / "step_000000.safetensors", CPU)
+    return trainer.load_batch(save(tmp_path / "saved", **kwargs) / "step_000000.safetensors")
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_micro_batches_hold_each_row_once(world, make_cfg, tmp_path, monkeypatch
     shapes = []
     for rank in range(world):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
-        micros = trainer.make_micros(batch, list(range(13)), cfg)
+        micros = trainer.make_micros(batch, list(range(13)), cfg, CPU)
         shapes.append([micro["ids_BW"].shape[1] for micro in micros])
         for micro in micros:
             seen.update(micro["at_N"].tolist())
@@ -145,7 +145,7 @@ def test_log_probabilities_are_those_of_the_model(chunk, make_cfg, models, tmp_p
     expected = reference(model, batch)
     found = torch.zeros_like(expected)
     weight_T = torch.randn(found.shape[1], generator=torch.Generator().manual_seed(0))
-    for micro in trainer.make_micros(batch, list(range(13)), cfg):
+    for micro in trainer.make_micros(batch, list(range(13)), cfg, CPU):
         logp_N, entropy_N = policy(micro)
         ((logp_N + 2 * entropy_N) * weight_T[micro["at_N"]]).sum().backward()
         found[:, micro["at_N"]] = torch.stack((logp_N, entropy_N)).detach().double()
@@ -163,7 +163,7 @@ def test_in_16_bits_masters_and_temperatures_stay_in_fp32(make_cfg, tmp_path):
     head = policy.head
     policy.head = lambda *given: seen.append(given) or head(*given)
     batch = load(tmp_path)
-    logp_N, _ = policy(trainer.collate(batch.fields, batch.lens, [0], max(batch.lens)))
+    logp_N, _ = policy(trainer.collate(batch.fields, batch.lens, [0], max(batch.lens), CPU))
     logp_N.sum().backward()
     weights, hidden_ND, target_N, temperature_N = seen[0]
     logits_NV = hidden_ND.double() @ weights["weight"].double().T / temperature_N[:, None]
@@ -242,7 +242,7 @@ def test_a_step_against_float64(size, replay, models, tmp_path):
     more = (f"trainer.micro_batch_size={size}", "trainer.optimizer=test_trainer:sgd", "trainer.max_grad_norm=0.05")
     saved = save(tmp_path / "saved")
     run_dir = replay(saved, *more, "trainer.learning_rate=1")
-    batch = trainer.load_batch(saved / "step_000000.safetensors", CPU)
+    batch = trainer.load_batch(saved / "step_000000.safetensors")
     model = in_float64(models["untied"])
     logp_T, entropy_T = reference(model, batch)
     mask_T = batch.fields["mask"]
@@ -359,7 +359,7 @@ def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
     cfg = configs.load_config(tmp_path / "test.toml", more, replay=saved)
     policy = trainer.build_policy(cfg)
     trainer.resume(final.parent, policy, trainer.make_optimizer(policy, cfg.trainer), cfg)
-    batch = trainer.load_batch(saved / "step_000000.safetensors", CPU)
+    batch = trainer.load_batch(saved / "step_000000.safetensors")
     ours = trainer.score(policy, batch, list(range(13)), cfg).double()
     torch.testing.assert_close(reference(found.double().eval(), batch)[0].detach(), ours, atol=1e-5, rtol=0)
     assert (reference(in_float64(model), batch)[0] - ours).abs().max() > 1e-2

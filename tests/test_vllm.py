@@ -167,7 +167,7 @@ def test_rollouts_are_token_exact(kind, connect, tmp_path):
     for s in sequences:
         s.info = {"temperature": 0.7}
     orchestrator.save_batch(tmp_path / "batch", sequences, {"max_tokens": 12})
-    batch = trainer.load_batch(tmp_path / "batch", CPU)
+    batch = trainer.load_batch(tmp_path / "batch")
     logp_T = trainer.score(policy, batch, list(range(12)), cfg)
     diff_N = (logp_T - batch.fields["old_logp"])[batch.fields["mask"]]
     assert diff_N.abs().max() < 1e-4

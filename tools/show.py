@@ -167,7 +167,7 @@ def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
     path = run / "batches" / f"step_{step:06d}.safetensors"
     if not path.exists():
         return {}
-    batch = trainer.load_batch(path, torch.device("cpu"))
+    batch = trainer.load_batch(path)
     with safe_open(path, "pt") as file:
         table = {name: batch.fields[name] for name in file.keys() if name != "lens"}
         sequences = json.loads(file.metadata()["sequences"])
@@ -196,7 +196,7 @@ def token_effects(run: Path, batch, logp_T) -> dict:
 
     t = load_config(run / "config.toml").trainer  # it also finds the modules beside the TOML of the run
     rows = [row for row, num in enumerate(batch.counts) if num]
-    micro = trainer.collate(batch.fields, batch.lens, rows, max(batch.lens))
+    micro = trainer.collate(batch.fields, batch.lens, rows, max(batch.lens), "cpu")
     micro |= {"num_tokens": sum(batch.counts), "num_sequences": len(rows), "max_tokens": batch.info["max_tokens"]}
     logp_N = logp_T[micro["at_N"]].requires_grad_()
     unknown_N = torch.full_like(logp_N, math.nan)

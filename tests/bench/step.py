@@ -31,7 +31,7 @@ def child(toml, batch):
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(cfg)
     optimizer = trainer.make_optimizer(policy, cfg.trainer)
-    batch = trainer.load_batch(Path(batch), policy.device)
+    batch = trainer.load_batch(Path(batch))
     for step, _ in enumerate(sys.stdin):
         began = time.perf_counter()
         trainer.train_step(policy, optimizer, batch, step, cfg)

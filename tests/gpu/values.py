@@ -33,8 +33,7 @@ def rows(policy):
     masks = [torch.arange(num) >= num // 2 for num in lens]
     fields = {"tokens": torch.randint(policy.vocab, [sum(lens)]), "mask": torch.cat(masks)}
     fields["temperature"] = torch.ones(sum(lens))
-    fields = {name: x_T.to(policy.device) for name, x_T in fields.items()}
-    return trainer.collate(fields, lens, list(range(8)), 256), fields["tokens"].split(lens)
+    return trainer.collate(fields, lens, list(range(8)), 256, policy.device), fields["tokens"].to(policy.device).split(lens)
 
 
 def check_kernels(toml):
