@@ -229,7 +229,7 @@ def test_what_ends_a_run(run, mix):
 
 def test_requests_that_fail_hang_or_lack_a_number(run):
     """One that fails is asked again."""
-    fake = {"generate 2": "hang", "generate 6": "500", "generate 9": "logprobs"}
+    fake = {"generate 2": "hang", "generate 4": "close", "generate 6": "500", "generate 9": "logprobs"}
     rollouts = lines(run(3, single(noise), "orchestrator.generation_timeout=2", fake=fake) / "rollouts.jsonl")
     found = Counter(r["error"].split(":")[0] for r in rollouts)
     assert found == {"": len(rollouts) - 2, "TimeoutError": 1, "ValueError": 1}
@@ -355,6 +355,8 @@ def test_what_an_answer_says(make_cfg):
     assert (r.truncated, r.reward, r.error, r.sequences) == (True, None, "", [])
     r, _ = play(cfg, asks({}, {}), reply(), reply(**long))  # a later turn's prompt may be longer
     assert not r.truncated and r.reward == 1.0 and len(r.sequences) == 2
+    r, _ = play(cfg, asks({}, {}), reply(), reply(prompt=[1] * 8, ids=[5], finish="length"))  # there was room for one
+    assert r.truncated
     assert play(cfg, once, reply(finish="abort"))[0].error.startswith("ConnectionError")
     assert "not a number" in play(cfg, once, reply(logprobs={"content": [{"logprob": None}] * 2}))[0].error
 
@@ -412,9 +414,14 @@ def test_text_long_prompts_and_truncation(run):
         rollouts = lines(run_dir / "rollouts.jsonl")
         found = {(r["dropped"], r["example"] < 10, r["error"]) for r in rollouts}
         assert found == {("", True, ""), ("long", False, "")}
+
+    def own(answer, state):
+        state["agent_rewards"] = {"": noise(answer)}
+        return noise(answer)
+
     for key in ("mask", "zero"):
         more = (f"orchestrator.{key}_truncated_completions=true", "orchestrator.sampling.max_tokens=40")
-        ((_, sequences),) = all_batches(run(1, single(noise), *more, f"run_name={key}"))
+        ((_, sequences),) = all_batches(run(1, single(own), *more, f"run_name={key}"))
         assert {s["truncated"] for s in sequences} == {True, False}
         for s in sequences:
             assert (s["reward"] == 0) == (s["truncated"] and key == "zero")
@@ -448,6 +455,8 @@ def test_advantages():
     ):
         add_advantages(group, ADVANTAGES["mean"])
         assert {r.dropped for r in group} == {reason}
+    add_advantages(group := [rollout(1.0), rollout(1.0)], lambda rewards, rollouts: rewards * math.nan)
+    assert group[0].dropped == ""  # a mistake, which the trainer reports
     # Numbers by turn, and what an environment adds.
     group = [rollout(1.0, num_turns=2), rollout(1.0, num_turns=2)]
     group[0].sequences[0].adv[1] = 10

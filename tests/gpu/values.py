@@ -33,7 +33,8 @@ def rows(policy):
     masks = [torch.arange(num) >= num // 2 for num in lens]
     fields = {"tokens": torch.randint(policy.vocab, [sum(lens)]), "mask": torch.cat(masks)}
     fields["temperature"] = torch.ones(sum(lens))
-    return trainer.collate(fields, lens, list(range(8)), 256, policy.device), fields["tokens"].to(policy.device).split(lens)
+    tokens = fields["tokens"].to(policy.device).split(lens)
+    return trainer.collate(fields, lens, list(range(8)), 256, policy.device), tokens
 
 
 def check_kernels(toml):
