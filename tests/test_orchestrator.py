@@ -510,9 +510,16 @@ def test_evaluations_by_hand():
 
 
 def test_evaluations_are_asked_alike_at_every_version(run, tmp_path):
+    """And however long they take: the trainer waits for them."""
+
+    class Slow(SingleTurnEnv):
+        async def rollout(self, state, generate):
+            await asyncio.sleep(0 if "train" in state["prompt"][0]["content"] else 0.5)
+            await super().rollout(state, generate)
+
     log = tmp_path / "log"
     how = ("eval.every=1", "eval.temperature=0.5", "eval.max_tokens=3", "eval.rollouts_per_example=2")
-    run(1, single(noise, prompt="train"), *how, "eval.num_examples=2", ON_POLICY, fake={"log": str(log)})
+    run(1, single(noise, prompt="train", kind=Slow), *how, "eval.num_examples=2", ON_POLICY, fake={"log": str(log)})
     asked = {}
     for body in map(json.loads, log.read_text().splitlines()):
         if "train" in body["messages"][0]["content"]:

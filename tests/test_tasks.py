@@ -66,7 +66,7 @@ def test_reverse_text(tmp_path):
     assert 0 < play(env, row, row["question"][:0:-1])[1] < 0.5 and play(env, row, "")[1] == 0
     taught = reverse_distill.hint({"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"}, [])
     assert [message["content"] for message in taught] == ["ba", "ab"]
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "abcd"}\n{"prompt": "xyz"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "abcd"}\n{"prompt": "xyz"}')
     env = load_environment("reverse_text_qwen3", {"path": str(tmp_path / "rows.jsonl"), "num_eval": 1})
     said = ["<reversed_text>\nzyx\n</reversed_text>", "<reversed_text>zy</reversed_text>", "zyx"]
     assert [play(env, env.dataset[0], text)[1] for text in said] == [1.0, 0.8, 0.0]  # of 5 characters 4 are shared
