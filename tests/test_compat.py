@@ -5,7 +5,6 @@ import json
 import pytest
 from conftest import ROOT
 
-import configs
 from configs import DEFAULTS, load_config
 from configs.compat import vf_rl
 from configs.runtime.role import ConfigError
@@ -52,16 +51,13 @@ MEANS = {  # lines under [trainer.args] -> our keys
     "num_generations = 32\nlora_rank = 4": {"orchestrator.rollouts_per_example": 32, "trainer.lora_rank": 4},
     "max_new_tokens = 9\nkl_coef = 0.1": {"orchestrator.sampling.max_tokens": 9} | REF,
     "bf16 = false\nfp16 = false\ngamma = 1.0\nlogging_steps = 10\nmask_env_responses = true": {"trainer.dtype": "fp32"},
-    'bf16 = true\nreport_to = "none"\nscale_rewards = "none"\nsave_strategy = "steps"': {},
     'report_to = "wandb"\nscale_rewards = true': {"tracker": "wandb", "orchestrator.advantage": "std"},
     'eval_strategy = "steps"\nsave_steps = 500': {"checkpoint.every": 500, "eval.every": 50},
-    'eval_steps = 7\neval_strategy = "steps"': {"eval.every": 7},
     'eval_steps = 7\neval_strategy = "no"\nsave_strategy = "no"': {"checkpoint.every": 0},
     "sync_ref_model = true\nbeta = 0.1": REF | {"trainer.ref_sync_steps": 512, "trainer.ref_sync_alpha": 0.6},
     "ref_model_sync_steps = 9\nsync_ref_model = false\nbeta = 0.1": REF,
     "ref_model_mixup_alpha = 0.2\nref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1":
         REF | {"trainer.ref_sync_steps": 9, "trainer.ref_sync_alpha": 0.2},
-    'loss_type = "dapo"': {"trainer.loss": "grpo", "trainer.loss_args": BOTH},
     "epsilon = 0.2": {"trainer.loss": "grpo", "trainer.loss_args": BOTH},  # TRL's default is dapo
     'epsilon_high = 0.3\nloss_type = "dr_grpo"':
         {"trainer.loss": "losses:dr_grpo", "trainer.loss_args": BOTH | {"epsilon_high": 0.3}},
@@ -93,13 +89,5 @@ def test_our_names_count_and_every_name_stands_for_one_of_them(tmp_path):
     (tmp_path / "x.toml").write_text(f'{ARGS}max_steps = 500\nloss_type = "dapo"\n[trainer]\nloss = "cispo"\n')
     cfg = load_config(tmp_path / "x.toml", ["max_steps=5", "trainer.loss_args={}"])
     assert (cfg.run.max_steps, cfg.trainer.loss, cfg.trainer.loss_args) == (5, "cispo", {})
-    again = tmp_path / "config.toml"
-    again.write_text(configs.to_toml(cfg))
-    assert changed(again) == changed(tmp_path / "x.toml", "max_steps=5", "trainer.loss_args={}")
-    with pytest.raises(ConfigError, match="'trainer.args.max_steps': unknown"):  # overrides have our names
-        load_config(tmp_path / "x.toml", ["trainer.args.max_steps=5"])
-    chosen = [keys for values in vf_rl.VALUES.values() for keys in values.values()]
-    assert {*vf_rl.RENAMED.values(), *vf_rl.PRIME_RL.values(), *(key for keys in chosen for key in keys)} <= {
-        *DEFAULTS,
-        "env",
-    }
+    chosen = [key for values in vf_rl.VALUES.values() for keys in values.values() for key in keys]
+    assert {*vf_rl.RENAMED.values(), *vf_rl.PRIME_RL.values(), *chosen} <= {*DEFAULTS, "env"}
