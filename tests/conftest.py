@@ -178,8 +178,7 @@ def launch(toml, *overrides, timeout=90, check=True, **env):
 
 
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as s:
         return s.getsockname()[1]
 
 
@@ -209,7 +208,7 @@ def stop(process):
 
 @pytest.fixture(scope="session")
 def fake_servers(models, tmp_path_factory):
-    """fake_servers(template="") -> the address of the session's fake server, which from now on has that template."""
+    """fake_servers(**FAKE) -> the address of the session's fake server, which from now on has these options."""
     port = free_port()
     log = tmp_path_factory.mktemp("fake") / "log"
     command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
@@ -218,8 +217,8 @@ def fake_servers(models, tmp_path_factory):
     url = f"http://127.0.0.1:{port}"
     wait_for(url, process, log)
 
-    def get(template=""):
-        httpx.post(f"{url}/fake", json={"template": template})
+    def get(**fake):
+        httpx.post(f"{url}/fake", json=fake)
         return url
 
     yield get
@@ -245,17 +244,6 @@ def write_run(path, model, steps, env):
     env = env if env.lstrip().startswith("[") else f'[env]\nid = "think_env"\nargs = {env}'
     (path / "run.toml").write_text(RUN_TOML.format(model=model, out=path, steps=steps, env=env))
     return path / "run.toml"
-
-
-@pytest.fixture
-def launched(tmp_path, models):
-    """launched(steps, env, *overrides, **environment) -> CompletedProcess and run directory of a whole launch.sh."""
-
-    def go(steps, env, *overrides, check=True, **variables):
-        toml = write_run(tmp_path, models["untied"], steps, env)
-        return launch(toml, *overrides, check=check, **variables), tmp_path / "run"
-
-    return go
 
 
 def orchestrate(cfg, train_s=0.0):
@@ -297,11 +285,9 @@ def run(tmp_path, models, fake_servers, monkeypatch):
             monkeypatch.setattr(orchestrator, "load_environment", lambda id, args, found=env: found)
             env = "{}"
         toml = write_run(tmp_path, models["untied"], steps, env)
-        url = fake_servers()
-        httpx.post(f"{url}/fake", json={"uniform": True, "template": template} | (fake or {}))
+        url = fake_servers(**{"uniform": True, "template": template} | (fake or {}))
         monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
         return orchestrate(load_config(toml, [f'inference.urls=["{url}"]', *overrides]), train_s)
 
-    go.run_dir = tmp_path / "run"
     go.tokenizer = AutoTokenizer.from_pretrained(models["untied"])
     return go
