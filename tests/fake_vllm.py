@@ -44,9 +44,7 @@ EXCEEDED = "This model's maximum context length is exceeded"
 
 
 class Refused(Exception):
-    def __init__(self, status, text):
-        self.status = status
-        self.text = text
+    """Its arguments are the status and the text of the answer."""
 
 
 def start_engine():
@@ -137,10 +135,9 @@ class Server:
         FAKE.clear()
         FAKE.update(await request.json())
         self.num = 0
-        return {}
 
     async def health(self, request):
-        return {"paused": not self.running.is_set()}
+        return {}
 
     async def models(self, request):
         names = [self.args.served_model_name, *self.network.adapters]
@@ -151,20 +148,16 @@ class Server:
         if body["lora_name"] in self.network.adapters:
             raise Refused(400, "has already been loaded")
         self.network.load_adapter(body["lora_name"], body["lora_path"])
-        return {}
 
     async def unload_adapter(self, request):
         if not self.network.adapters.pop((await request.json())["lora_name"], None):
             raise Refused(404, "no such adapter")
-        return {}
 
     async def pause(self, request):
         self.running.clear()
-        return {}
 
     async def resume(self, request):
         self.running.set()
-        return {}
 
     async def kill_engine(self, app):
         os.kill(self.engine, signal.SIGKILL)
@@ -188,7 +181,7 @@ class Server:
         path = FAKE.get("template")
         self.tokenizer.chat_template = Path(path).read_text() if path else self.template
         more = body.get("chat_template_kwargs") or {}
-        messages = [as_template_sees(plain(message)) for message in body["messages"]]
+        messages = [as_template_sees(message) for message in body["messages"]]
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
 
     async def tokenize(self, request):
@@ -265,22 +258,13 @@ class Server:
         return head | {"choices": [choice], "usage": usage, "prompt_token_ids": ids}
 
 
-def plain(message):
-    """A message as vLLM hands it to a template that wants text: its parts are joined, a developer is the system."""
-    message = dict(message)
-    if isinstance(message.get("content"), list):
-        message["content"] = "\n".join(part["text"] for part in message["content"])
-    if message["role"] == "developer":
-        message["role"] = "system"
-    return message
-
-
 @web.middleware
 async def as_json(request, handler):
     try:
-        return web.json_response(await handler(request))
+        return web.json_response(await handler(request) or {})
     except Refused as e:
-        return web.json_response({"error": {"message": e.text}}, status=e.status)
+        status, text = e.args
+        return web.json_response({"error": {"message": text}}, status=status)
 
 
 def main():
