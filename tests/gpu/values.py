@@ -61,9 +61,8 @@ def check_compiled(toml):
         policy(rows(policy)[0])[0].sum().backward()
         norms.append(trainer.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), 1e9)).item())
     ratio = norms[1] / norms[0]
-    return tell(
-        0.98 < ratio < 1.02, f"compiled, the gradient's norm is {ratio:.4f} times the plain one", "do not compile"
-    )
+    what = f"compiled, the gradient's norm is {ratio:.4f} times the plain one"
+    return tell(0.98 < ratio < 1.02, what, "do not compile")
 
 
 def blocks(num, device):
