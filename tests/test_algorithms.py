@@ -11,19 +11,20 @@ import numpy as np
 import pytest
 import torch
 from conftest import all_batches, lines, write_batches
+from think_env import Turns, letters
 from transformers import AutoModelForCausalLM
 
 import trainer
 from configs import served_name
 from configs.algorithms import advantages, distill, orders, turns
 from configs.runtime.role import ConfigError, DataError
-from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from env import Rubric, SingleTurnEnv
 from orchestrator import Rollout, Sequence, add_advantages, to_arrays
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
 CLIPPING = ["cispo", "grpo", "losses:dr_grpo", "losses:dppo", "losses:icepop", "losses:truncated"]
-NAMES = [*CLIPPING, "losses:sapo", "losses:gspo", "losses:sequence_masked"]
+NAMES = [*CLIPPING, "losses:sapo", "losses:gspo", "losses:sequence_masked", "test_algorithms:reads_nan"]
 LOG_R = [-25.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.7, 1e4]  # logp - old_logp, on either side of each edge
 OLD = [-30.0, -0.3, -0.5, -1.0, -1.0, -1.0, -1.5, -1.5, -3.0, -1e4]
 
@@ -43,7 +44,7 @@ def micro_of(old, adv, rows=None, **more):
 def step_loss(name, micro, logp, **args):
     """The loss of the step, after its gradient went to logp, and what is logged."""
     t = SimpleNamespace(loss=name, loss_args=args, beta=0.0, updates_per_batch=2, minibatches=1)
-    loss_N, logs = trainer.compute_loss(dict(micro), logp, torch.zeros_like(logp), t)
+    loss_N, logs = trainer.compute_loss(dict(micro), logp, -logp, t)
     loss = loss_N.sum() / micro["num_tokens"]
     loss.backward()
     return loss.item(), logs
@@ -115,6 +116,11 @@ def test_truncated_weights(high, expected):
     assert logp.grad.tolist() == pytest.approx(expected)
 
 
+def reads_nan(micro, logp_N, entropy_N):
+    """trainer.loss: it multiplies by a field that is nan where there is none."""
+    return -micro["adv_N"] * logp_N * micro["prox_logp_N"] * entropy_N, {}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_imitated_tokens_have_their_own_loss_and_no_part_in_a_ratio(name):
     """One among others, without a sampler's log-probability, changes nothing about theirs."""
@@ -122,9 +128,20 @@ def test_imitated_tokens_have_their_own_loss_and_no_part_in_a_ratio(name):
     alone, _ = step_loss(name, micro_of(SAMPLER[:3], double([0.5, 0.5, -1.0]), [0, 0, 1], num_tokens=4), logp)
     old = torch.cat([SAMPLER[:1], double([math.nan]), SAMPLER[1:3]])
     longer = torch.cat([logp.detach()[:1], double([-7.0]), logp.detach()[1:]]).requires_grad_()
-    both, _ = step_loss(name, micro_of(old, double([0.5, 9.0, 0.5, -1.0]), [0, 0, 0, 1]), longer)
+    both, logs = step_loss(name, micro_of(old, double([0.5, 9.0, 0.5, -1.0]), [0, 0, 0, 1]), longer)
     assert both == pytest.approx(alone + 9 * 7 / 4) and longer.grad[1] == -9 / 4
+    assert logs["policy/kl_sampler"][1] == 0
     torch.testing.assert_close(longer.grad[[0, 2, 3]], logp.grad)
+
+
+def test_kl_by_hand(make_cfg):
+    """One improbable token in 100,000 must not dominate the mean; the reference adds its k3 to each token's loss."""
+    logp_N = double([-1.0, -2.0, -1.0])
+    micro = micro_of(double([-1.5, -2.0, -13.0]), double([0.0] * 3), ref_logp_N=double([-1.0, -1.0, -2.0]))
+    loss_N, logs = trainer.compute_loss(micro, logp_N, -logp_N, make_cfg("trainer.beta=0.1").trainer)
+    k3 = lambda x: math.exp(x) - 1 - x  # noqa: E731
+    assert logs["policy/kl_sampler"].tolist() == pytest.approx([k3(0.5), 0, k3(5)])
+    assert loss_N.tolist() == pytest.approx([0, 0.1 * k3(1), 0.1 * k3(-1)])
 
 
 # --- advantages -------------------------------------------------------------------------------------------------------
@@ -227,12 +244,7 @@ def test_a_curriculum_has_periods_and_retires_rows(make_cfg):
         picks(order, 1)
 
 
-def rows(num=9):
-    return [{"question": f"hello {i}", "answer": str(i)} for i in range(num)]
-
-
-def letters(completion):
-    return float(sum(map(ord, completion[-1]["content"])) % 97)
+QUESTIONS = [{"question": f"hello {i}", "answer": str(i)} for i in range(9)]
 
 
 def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
@@ -241,7 +253,7 @@ def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
               "completion": [{"role": "assistant", "content": f"{i} it is"}]} for i in range(7)]  # fmt: skip
     (tmp_path / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
     args = f'orchestrator.order_args={{ path = "{tmp_path}/talks.jsonl", share = 0.25, weight = 0.5 }}'
-    env = SingleTurnEnv(rows(), rubric=Rubric([letters]))
+    env = SingleTurnEnv(QUESTIONS, rubric=Rubric([letters]))
     said = []
     for _, sequences in all_batches(run(2, env, "orchestrator.order=orders:Demonstrations", args)):
         shown = [s for s in sequences if s["env"] == "demonstrations"]
@@ -257,19 +269,10 @@ def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
 # --- distillation -----------------------------------------------------------------------------------------------------
 
 
-def nothing():
-    return 0.0
-
-
 def hint(state, states):
     """The longest answer of the group."""
     best = max(states, key=lambda other: len(other["completion"][-1]["content"]))
     return [*state["prompt"], {"role": "user", "content": state["answer"]}, best["completion"][-1]]
-
-
-class Turns(MultiTurnEnv):
-    def env_response(self, messages, state):
-        return [{"role": "user", "content": f"turn {state['turn']}"}]
 
 
 TEACHER = ["teacher.weight=0.5", "orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0"]
@@ -279,7 +282,7 @@ TEACHER = ["teacher.weight=0.5", "orchestrator.advantage=advantages:zero", "orch
 def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind, prompt):
     """adv = weight x (log p_teacher - log p_sampler), where the teacher may read another prompt."""
     more = [f"teacher.prompt={prompt}"] if prompt else ["orchestrator.sampling.max_tokens=63"]
-    run_dir = run(2, kind(rows(), rubric=Rubric([nothing])), *TEACHER, *more)
+    run_dir = run(2, kind(QUESTIONS, rubric=Rubric([lambda: 0.0])), *TEACHER, *more)
     network = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)
     states = {(r["step"], r["group"], r["rollout"]): r for r in lines(run_dir / "rollouts.jsonl")}
     assert not any(r["error"] for r in states.values())
@@ -304,7 +307,7 @@ def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind
 
 
 def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
-    env = SingleTurnEnv(rows(), rubric=Rubric([nothing]))
+    env = SingleTurnEnv(QUESTIONS, rubric=Rubric([lambda: 0.0]))
     with pytest.raises(DataError, match="rollouts were lost, mostly: ValueError: zip"):
         run(9, env, *TEACHER, "orchestrator.max_error_share=0.5", fake={"teacher": "short"})
 
