@@ -77,9 +77,9 @@ GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
-@pytest.mark.parametrize("what", ["swapped", "scaled", "dropped", "stale", "stale head"])
+@pytest.mark.parametrize("what", ["swapped", "scaled", "stale", "stale head"])
 def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
-    """What arrives is what was sent, and yet not the policy. stale: version 1 never leaves; dropped: a layer of it."""
+    """What arrives is what was sent, and yet not the policy. stale: version 1 never leaves."""
     cfg, policy, sender = connect()
     trainer.sync_weights(sender, policy, 0, cfg)
     honest = trainer.stream_weights
@@ -88,7 +88,6 @@ def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
     change = {
         "swapped": lambda block: block | ({GATE: block[UP], UP: block[GATE]} if UP in block else {}),
         "scaled": lambda block: block | ({DOWN: block[DOWN] * 1.01} if DOWN in block else {}),
-        "dropped": lambda block: {name: w for name, w in block.items() if name != DOWN},
         "stale": lambda block: {name: old[name] for name in block},
     }
     with monkeypatch.context() as patch:
@@ -97,8 +96,7 @@ def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
         else:
             workers = sender.workers
             patch.setattr(sender, "workers", lambda method, specs: workers(method, [specs[0] | {"stale_head": True}]))
-        # Without a weight vLLM computes with whatever its memory held: if that gives nan, its logprobs are no JSON.
-        with pytest.raises(RoleDied, match="canary of version 1: trainer and server differ|not JSON compliant"):
+        with pytest.raises(RoleDied, match="canary of version 1: trainer and server differ"):
             trainer.sync_weights(sender, policy, 1, cfg)
     assert (tmp_path / "version").read_text() == "0"
     assert trainer.sync_weights(sender, policy, 2, cfg)["sync/dlogp_max"] < 1e-4
