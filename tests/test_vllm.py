@@ -141,7 +141,7 @@ class Text(SingleTurnEnv):
 def test_rollouts_are_token_exact(kind, connect, tmp_path):
     """What is trained is what was sampled, and the policy gives it the server's log-probabilities. A turn that ends
     with a stop string or holds only what its text is tokenized to goes on in the same sequence."""
-    how = ("max_tokens=12", "temperature=0.7", 'stop=["Q", "7"]', "skip_special_tokens=false")
+    how = ("max_tokens=12", "temperature=0.7", 'stop=["Q", "7", "e", "x", "M"]', "skip_special_tokens=false")
     cfg, policy, sender = connect(*(f"orchestrator.sampling.{key}" for key in how))
     trainer.sync_weights(sender, policy, 0, cfg)
     task = {"turns": Turns, "text": Text}[kind]([{"question": "hello"}], rubric=Rubric([lambda: 1.0]))
@@ -161,7 +161,8 @@ def test_rollouts_are_token_exact(kind, connect, tmp_path):
     assert sum(s.mask.sum() for s in sequences) == sum(r.num_tokens for r in group)
     stops = [reply["choices"][0]["stop_reason"] for r in group for reply in r.state["replies"]]
     said = [m if kind == "text" else m["content"] for r in group for m in r.state["completion"][::2]]
-    assert all(text.endswith(stop) for text, stop in zip(said, stops) if isinstance(stop, str)) and "Q" in stops
+    stopped = [(text, stop) for text, stop in zip(said, stops) if isinstance(stop, str)]
+    assert stopped and all(text.endswith(stop) for text, stop in stopped)
     for s in sequences:
         s.info = {"temperature": 0.7}
     orchestrator.save_batch(tmp_path / "batch", sequences, {"max_tokens": 12})
