@@ -141,7 +141,7 @@ class Text(SingleTurnEnv):
 def test_rollouts_are_token_exact(kind, connect, tmp_path):
     """What is trained is what was sampled, and the policy gives it the server's log-probabilities. A turn that ends
     with a stop string or holds only what its text is tokenized to goes on in the same sequence."""
-    how = ("max_tokens=12", "temperature=0.7", 'stop=["Q", "7", "e", "x"]', "skip_special_tokens=false")
+    how = ("max_tokens=12", "temperature=0.7", 'stop=["Q", "7", "x", "M"]', "skip_special_tokens=false")
     cfg, policy, sender = connect(*(f"orchestrator.sampling.{key}" for key in how))
     trainer.sync_weights(sender, policy, 0, cfg)
     task = {"turns": Turns, "text": Text}[kind]([{"question": "hello"}], rubric=Rubric([lambda: 1.0]))
