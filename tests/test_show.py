@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 from conftest import make_sequences
-from matplotlib.image import imread
 from safetensors.numpy import save_file
 
 from orchestrator import save_batch
@@ -60,7 +59,6 @@ def test_rollouts_are_read_newest_first_and_cannot_control_the_terminal(tmp_path
     text = shown(capsys, run)
     assert text.index("TimeoutError: after 9 s") < text.index("reward 0.500") < text.index("dropped: flat")
     assert "[user] why\n[assistant] \\x1b[2J 1\n[expected answer] so" in text and "\x1b" not in text
-    assert shown(capsys, run, "--n", "2").count("===") == 2
     assert shown(capsys, run, "--min-reward", "0", "--max-reward", "0.5").count("===") == 2  # lost ones have none
     groups = [" ".join(row.split()[4:]) for row in shown(capsys, run, "--groups").splitlines()[1:]]
     assert groups == ["flat task 1 1", "- task 0 1", "- task 0.5 lost"]
@@ -76,9 +74,6 @@ def test_tokens_have_the_shades_of_their_own_rollout(tmp_path, models, capsys):
     assert text.count("[+++]") == num_low + num_high + num_critic - 1  # 0.5 nats, of what was sampled
     (run / "batches" / "logp_000000.safetensors").unlink()  # not trained on yet
     assert "[+" not in shown(capsys, run, "--color", "diff")
-    assert "[+++]" in shown(capsys, run, "--color", "advantage")
-    (run / "batches" / "step_000000.safetensors").unlink()  # removed, to save space
-    assert "[assistant] 8" in shown(capsys, run, "--color", "advantage")
 
 
 R = math.exp(0.5)
@@ -134,20 +129,14 @@ def test_a_gain_is_paired_by_row():
 
 
 def test_curves_stand_at_their_versions(tmp_path):
-    """Of a run, or of it and a replay that has no evaluations and no canary."""
-    for name in ("run", "run-replay-grpo"):
-        (tmp_path / name).mkdir()
-        numbers = {"policy/kl_sampler": 1e-3, "time/wait_batch_s": 0.5, "time/train_s": 1.0}
-        lines = [{"step": i, "version": i + 1, "reward/mean": i / 4} | numbers for i in range(3)]
-        write_lines(tmp_path / name / "metrics.jsonl", lines)
-    run = tmp_path / "run"
-    write_lines(run / "eval.jsonl", [{"step": 2, "env": "task", "reward/mean": 0.5, "rows": [0.0, 1.0, None]}])
-    write_lines(run / "watch.jsonl", [{"step": 1, "policy/kl_staleness0": 1e-4, "policy/kl_staleness1": 1e-2}])
-    evaluation, reward, kl, _, _, seconds = plot.draw([run]).axes
+    numbers = {"policy/kl_sampler": 1e-3, "time/wait_batch_s": 0.5, "time/train_s": 1.0}
+    lines = [{"step": i, "version": i + 1, "reward/mean": i / 4} | numbers for i in range(3)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    write_lines(tmp_path / "eval.jsonl", [{"step": 2, "env": "task", "reward/mean": 0.5, "rows": [0.0, 1.0, None]}])
+    write_lines(tmp_path / "watch.jsonl", [{"step": 1, "policy/kl_staleness0": 1e-4, "policy/kl_staleness1": 1e-2}])
+    evaluation, reward, kl, _, _, seconds = plot.draw([tmp_path]).axes
     assert reward.lines[0].get_xydata().tolist() == [[1, 0], [2, 0.25], [3, 0.5]]
     assert [line.get_ydata()[1] for line in kl.lines] == [1e-4, 1e-2, 1e-3]
     interval = evaluation.collections[0].get_segments()[0]
     assert interval == pytest.approx(np.array([[2, 0.5 - 0.98], [2, 0.5 + 0.98]]))  # 1.96 * sqrt(1 / 2) / sqrt(2)
     assert [area.get_paths()[0].vertices[:, 1].max() for area in seconds.collections] == [0.5, 1.5, 1.5]
-    plot.main([str(run), str(tmp_path / "run-replay-grpo")])
-    assert imread(run / "curves.png")[..., :3].std() > 0.01  # not blank
