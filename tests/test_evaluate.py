@@ -69,9 +69,8 @@ def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypa
     with by_turns("abcd", "a", "bad", "abcdef", also=["chat_template_kwargs"]) as server:
         evaluate.main([*args, "--base-url", server.url])
     shown = capsys.readouterr().out
-    assert "3 examples x 4 rollouts of plain at" in shown and "avg@4 0.667 +- 0.000" in shown
+    assert "avg@4 0.667 +- 0.000" in shown
     assert "pass@1 0.667" in shown and "pass@2 1.000" in shown and "pass@4" not in shown  # of each example one is lost
-    assert "3 rollouts are lost" in shown and "AssertionError: no such thing" in shown
     assert "reward/lost_as_0 0.500" in shown and "truncated 0.333" in shown  # "abcdef" has max_tokens
     assert {body["authorization"] for body in server.bodies} == {"Bearer secret"} and "secret" not in shown
     assert server.bodies[0]["temperature"] == 0 and not server.bodies[0]["chat_template_kwargs"]["enable_thinking"]
@@ -79,11 +78,6 @@ def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypa
     assert [line["example"] for line in written] == [0] * 4 + [1] * 4 + [2] * 4
     assert [line["reward"] for line in written] == [1, 0, None, 1] * 3
     assert {json.dumps(line["completion"]) for line in written if line["truncated"]} == {json.dumps(say("abcdef"))}
-
-
-def test_an_evaluation_in_which_all_is_lost(toml):
-    with by_turns("bad") as server, pytest.raises(DataError, match="no such thing"):
-        evaluate.main([toml, "--eval", "--base-url", server.url, "--n", "1"])
 
 
 def test_vllm_is_sampled_as_the_runs_own_evaluations_sample(run, fake_servers, capsys):
@@ -117,9 +111,8 @@ def test_generated_data_is_trained_on_for_its_rewards(tmp_path, toml):
     batches = all_batches(tmp_path / "run-offline")
     assert sum(len(batch.sequences) for batch in batches) == 40 and len(batches) == 3  # of 16, 16 and 8
     for s in batches[0].sequences:
-        is_right = trained_text(s) == "abcd<|end|>"
-        assert is_right or trained_text(s) in ("a<|end|>", "b<|end|>", "c<|end|>")
-        assert (s["adv"] == np.where(s["mask"], 0.75 if is_right else -0.25, 0)).all()  # reward - mean of the group
+        adv = 0.75 if trained_text(s) == "abcd<|end|>" else -0.25  # reward - mean of the group
+        assert (s["adv"] == np.where(s["mask"], adv, 0)).all()
         assert np.isnan(s["old_logp"]).all()  # nobody knows it
     with pytest.raises(Exception, match="has batches already"):
         evaluate.main([toml, "--offline", data])
@@ -156,7 +149,6 @@ def test_the_best_are_imitated(tmp_path, toml):
     ({}, "'unscored': 1"),
     ({"reward": 1, "completion": say("a" * 99)}, "'longer than max_seq_len': 1"),
     ({"reward": 1, "error": "TimeoutError"}, "'failed': 1"),
-    ({"reward": 1, "completion": []}, "'failed': 1"),
     ({"reward": 1, "completion": [{"content": "a"}]}, "line 1: KeyError"),
 ])  # fmt: skip
 def test_lines_that_are_left_out_are_counted(tmp_path, toml, line, reason):
