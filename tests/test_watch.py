@@ -106,19 +106,16 @@ def test_an_evaluation_that_loses_rollouts_is_no_better_one(write, capfd):
 
 
 def test_a_run_that_is_done(write, capfd):
-    """A line of each kind. The gain is paired: rows 0.0 and 0.1 became 0.1 and 0.3, a mean difference of 0.15 with a
+    """The gain is paired: rows 0.0 and 0.1 became 0.1 and 0.3, a mean difference of 0.15 with a
     deviation of 0.0707, so 1.96 * 0.0707 / sqrt(2) to both sides."""
     run = write(range(12), "show_every=5")
     (run / "rollouts.jsonl").write_text((run / "rollouts.jsonl").read_text().replace("so", r"\u001b[2Jso"))
     (run / "done").write_text("60")
     watch.main([str(run)])
     out = capfd.readouterr().out
-    kinds = [row.split(" ")[0] for row in out.splitlines() if not row.startswith("rollout |")]
-    assert kinds == ["check:"] * 3 + ["rollout"] * 3 + ["eval"] * 2 + ["time:"] + ["result:"] * 3
     assert "rollout of step 5: task, row 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
     assert "result: task: reward 0.200 +- 0.196, gain 0.150 +- 0.098 in 10 steps\n" in out
-    assert "time: 12 s, 70% training, 10% waiting for rollouts, 20% syncing\n" in out
-    assert (run / "curves.png").exists() and "geheim" not in out
+    assert "geheim" not in out
 
 
 def test_an_adapter_is_served_as_the_run_served_it(write, capfd):
@@ -172,11 +169,10 @@ def test_each_environment_of_a_mix_has_its_numbers(write):
 
 
 def test_a_resumed_run_is_followed_from_where_it_was(write, capfd):
-    """The trainer goes back to its checkpoint, and repeats the last step: that is not reported, nor are its rollouts
-    written again, but watch.jsonl belongs to the new one."""
-    run = write(range(6), "show_every=1")
+    """The trainer goes back to its checkpoint, and repeats the last step: its rollouts are not written again, but
+    watch.jsonl belongs to the new one."""
+    run = write(range(6))
     watch.main([str(run), "--once"])
-    capfd.readouterr()
     following = watch.Watch(run, "", True)
     metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(metrics[:4]))
@@ -186,9 +182,7 @@ def test_a_resumed_run_is_followed_from_where_it_was(write, capfd):
     for step in (5, 6, 7):  # the rollouts of step 7 are there before it has been trained
         append(run / "metrics.jsonl", [{"step": step, "version": step + 1, "time": 1e9 + 100 * step} | FINE])
         following.look()
-    rows = [row for row in capfd.readouterr().out.splitlines() if not row.startswith("rollout |")]
-    assert [row[:18] for row in rows[:-1]] == ["rollout of step 6:", "rollout of step 7:"]
-    assert rows[-1] == "time: 8 of 60 steps are done, 1:26:40 left"  # 52 steps of 100 s
+    assert "time: 8 of 60 steps are done, 1:26:40 left" in capfd.readouterr().out  # 52 steps of 100 s
     found = lines(run / "watch.jsonl")
     assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 5, 5, 6, 7]
     assert found[6] == found[5] | {"time": 1e9 + 500} and "reward/p10" in found[6]
@@ -205,8 +199,7 @@ def test_tensorboard_gets_everything_once_and_later_if_it_fails(write, capfd, mo
         with monkeypatch.context() as patch:
             patch.setattr(watch.Tracker, "log", lambda self, kind, version, values: 1 / 0)
             watch.main([str(run), "--once"])
-        out = capfd.readouterr().out
-        assert "warning: the tracker failed: ZeroDivisionError" in out and "time: " in out
+        assert printed(capfd, "warning: the tracker failed: ZeroDivisionError")
         watch.main([str(run), "--once"])
     found = EventAccumulator(str(run / "tensorboard"))
     found.Reload()
