@@ -4,7 +4,6 @@ package index; those in v1_tasksets/ are written as users of verifiers write the
 import asyncio
 import shutil
 import signal
-import time
 
 import pytest
 import verifiers as vf
@@ -119,9 +118,6 @@ def venv(tmp_path_factory):
         patch.setattr(verifiers_v1, "LOCK", folder / "lock")
         tasksets = shutil.copytree(ROOT / "tests" / "v1_tasksets", folder / "tasksets")  # pip builds there
         verifiers_v1.make_venv([str(tasksets)])
-        began = time.monotonic()
-        verifiers_v1.make_venv(str(tasksets))
-        assert time.monotonic() - began < 1  # nothing is missing
         yield
         with pytest.raises(ConfigError, match="missing failed, see .*setup.log"):
             verifiers_v1.make_venv(str(folder / "missing"))
