@@ -87,8 +87,6 @@ def outside():
     """A directory not in /tmp, which a sandbox replaces."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
         os.chmod(path, 0o755)
-        Path(path, "tool").write_text("#!/bin/sh\necho used\n")
-        os.chmod(Path(path, "tool"), 0o755)
         yield path
 
 
@@ -97,9 +95,7 @@ def outside():
 
 @both
 def test_a_command_gets_its_row_and_the_endpoint_and_no_secret(how, monkeypatch, tmp_path):
-    private = (
-        "MY_API_KEY HF_TOKEN aws_secret_access DB_PASSWORD GOOGLE_APPLICATION_CREDENTIALS ROLEMODEL_PIPE PYTHONPATH"
-    )
+    private = "MY_API_KEY HF_TOKEN aws_secret_access DB_PASSWORD APP_CREDENTIALS ROLEMODEL_PIPE PYTHONPATH"
     for name in private.split():
         monkeypatch.setenv(name, "private-value")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -171,12 +167,10 @@ def test_they_end_with_an_orchestrator_that_is_killed(kind, mark):
     wait_until(lambda: not having(mark))
 
 
-def test_what_cannot_run_is_refused_at_once(outside):
+def test_what_cannot_run_is_refused_at_once():
     for reason, how in {"allow_code = true .*sandbox = true": {}, "no such command": {"allow_code": True}}.items():
         with pytest.raises(ConfigError, match=reason):
             AgentEnv(["no-such-agent"], [ROW], **how)
-    with pytest.raises(ConfigError, match="cannot be shown"):
-        Command(["true"], sandbox=True, show=[f"{outside}/tool"])
 
 
 @pytest.mark.parametrize("kind", ["command", "python"])
@@ -192,7 +186,6 @@ def test_a_sandbox_has_no_way_out(kind, outside, tmp_path, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         case = json.dumps({"read": read, "write": write, "port": server.getsockname()[1], "pid": os.getpid()})
         if kind == "command":
-            assert outside in Command([f"{outside}/tool"], sandbox=True).script  # a program's own directory is there
             (state,) = play(Command([*PYTHON, "tries", case], sandbox=True, show=[outside]))
             said = state["result"]
         else:
