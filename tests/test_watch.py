@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 
@@ -206,12 +207,19 @@ def test_tensorboard_gets_everything_once_and_later_if_it_fails(write, capfd, mo
     assert [e.step for e in found.Scalars("eval/task/gain")] == [0, 10]
 
 
-def test_wandb_gets_numbers_and_tables_and_no_secret(write):
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_gets_numbers_and_tables(name, write, tmp_path):
+    """In a process of its own: trackio reads its place when it is imported."""
     run = write(range(12))
-    command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", "wandb"]
-    env = os.environ | {"WANDB_MODE": "offline"}
+    env = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path / "trackio"), "HF_HOME": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", name]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "warning:" not in done.stdout, done.stdout + done.stderr
-    (file,) = run.glob("wandb/offline-run-*/*.wandb")
-    assert b"reward/mean" in file.read_bytes() and b"geheim" not in file.read_bytes()
-    assert len(list(run.glob("wandb/offline-run-*/files/media/table/rollouts*.json"))) == 2
+    if name == "wandb":
+        (file,) = run.glob("wandb/offline-run-*/*.wandb")
+        assert b"reward/mean" in file.read_bytes() and b"geheim" not in file.read_bytes()
+        assert len(list(run.glob("wandb/offline-run-*/files/media/table/rollouts*.json"))) == 2
+    else:
+        (file,) = (tmp_path / "trackio").glob("*.db")
+        found = [json.loads(x) for (x,) in sqlite3.connect(file).execute("select metrics from metrics")]
+        assert [sum(key in x for x in found) for key in ("reward/mean", "eval/task/gain", "rollouts")] == [12, 2, 2]
