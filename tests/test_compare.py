@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BASE, lines
+from conftest import BASE, ROOT, lines
 
 from configs.runtime.role import ConfigError
 from tools import compare
@@ -112,6 +112,15 @@ def test_runs_that_exist_already(study, tmp_path):
     compare.main(["--runs", f"a={tmp_path}/out/low-*", f"b={tmp_path}/out/high-*", "--out", str(out)])
     text = (out / "compare.md").read_text()
     assert "| b | 1 | 0.700 |" in text and "a and b: one seed shows nothing (-0.100)" in text
+    assert "b, seed 1 is not finished" in text
+
+
+@pytest.mark.long
+def test_a_replay_of_saved_batches(study, tmp_path, batches, monkeypatch):
+    monkeypatch.setattr(compare, "ROOT", ROOT)
+    arms = ["--arm", "trainer.loss=grpo", "--arm", "trainer.loss=cispo"]
+    found = study(*arms, "--seeds", "1", "--replay", str(batches(2)))
+    assert [(line["exit"], line["steps"]) for line in found] == [(0, 2)] * 2 and found[0]["grad_norm"] > 0
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
