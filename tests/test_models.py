@@ -32,16 +32,24 @@ FAMILIES = {  # windows are shorter than the rows; dropout and noise are as thei
     "Cohere2": ATTENTION | {"sliding_window": 5, "logit_scale": 0.3}, "Exaone4": ATTENTION | WINDOW,
     "GPT2": {"n_head": 4}, "GPTNeoX": GROUPED | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "OPT": {"num_attention_heads": 4, "ffn_dim": 96, "word_embed_proj_dim": 64},
-    "Nemotron": GROUPED, "Falcon": {"num_attention_heads": 4}, "StableLm": GROUPED, "Glm4": ATTENTION | PAD,
+    "Starcoder2": GROUPED | {"residual_dropout": 0.1, "embedding_dropout": 0.1}, "Nemotron": GROUPED,
+    "Falcon": {"num_attention_heads": 4}, "StableLm": GROUPED, "Glm4": ATTENTION | PAD,
     "Lfm2": ATTENTION | {"layer_types": ["conv", "full_attention"]}, "Qwen3_5": ATTENTION | LINEAR,
     "Qwen3Next": ATTENTION | LINEAR | EXPERTS | SHARED, "Qwen3_5Moe": ATTENTION | LINEAR | EXPERTS | SHARED,
     "Mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "expand": 2, "chunk_size": 16},
     "FalconH1": ATTENTION | MAMBA | {"mamba_d_ssm": 128}, "Bamba": GROUPED | MAMBA | {"attn_layer_indices": [1]},
+    "GraniteMoeHybrid": GROUPED | MAMBA | LOCAL | {
+        "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"],
+    },
     "Qwen3Moe": ATTENTION | EXPERTS, "Mixtral": GROUPED | LOCAL, "GptOss": ATTENTION | LOCAL | WINDOW,
     "DeepseekV3": GROUPED | {
         "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
         "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
         "qk_nope_head_dim": 8, "first_k_dense_replace": 1,
+    },
+    "Glm4Moe": ATTENTION | PAD | {
+        "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1,
     },
     "Ernie4_5_Moe": GROUPED | PAD | {
         "moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
@@ -166,7 +174,8 @@ def test_composite_checkpoints(family, lora, make_cfg, models, batch, tmp_path):
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96}
 SERVED = {  # heads of 32 are the smallest that vLLM has on CPU; of GPT-OSS it serves the first load alone there
-    "Llama": HEADS, "Qwen3Moe": HEADS | EXPERTS, "OPT": FAMILIES["OPT"] | {"num_attention_heads": 2},
+    "Llama": HEADS, "Qwen3Moe": HEADS | EXPERTS,
+    "OPT": {"num_attention_heads": 2, "ffn_dim": 96, "word_embed_proj_dim": 64},
     "Granite": HEADS | {"logits_scaling": 8.0, "attention_multiplier": 0.1},
     "Gemma3": HEADS | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3": {key: value for key, value in HEADS.items() if key != "head_dim"} | PAD,
