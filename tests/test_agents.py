@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import random
 import shutil
+import subprocess
 
 import anthropic
 import httpx2 as httpx
@@ -59,11 +61,13 @@ def test_an_agent_is_trained_on_the_same_tokens_as_an_environment_of_the_same_tu
     found = []
     for env in (SameTurns(ROWS, 3, rubric=Rubric([noise])), AgentEnv(turns, ROWS, rubric=Rubric([noise]))):
         run_dir = run(1, env, *SHORT)
-        found.append(all_batches(run_dir)[0].sequences)
+        found.append((all_batches(run_dir)[0].sequences, lines(run_dir / "rollouts.jsonl")))
         shutil.rmtree(run_dir)
-    for a, b in zip(*found, strict=True):
+    for a, b in zip(found[0][0], found[1][0], strict=True):
         for name in ("tokens", "mask", "old_logp", "turn"):
             assert a[name].tolist() == pytest.approx(b[name].tolist(), nan_ok=True, abs=0), name
+    for a, b in zip(found[0][1], found[1][1], strict=True):
+        assert a["completion"] == b["completion"] and a["prompt"] == b["prompt"] and a["num_turns"] == 3
 
 
 async def delegates(client, base_url, prompt):
@@ -239,7 +243,9 @@ def test_agents_in_threads_may_stream_and_run_event_loops_of_their_own(monkeypat
                 return (await say(client, list(prompt))).content
 
         mine = openai.OpenAI(base_url=base_url, api_key="none")
-        chunks = list(mine.chat.completions.create(messages=prompt, model="m", stream=True))
+        body = {"messages": prompt, "model": "m", "stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(mine.chat.completions.create(**body))
+        assert chunks[-1].usage.completion_tokens == 4 and chunks[-2].choices[0].finish_reason == "stop"
         return chunks[0].choices[0].delta.content + asyncio.run(talk())
 
     assert play(agent, "a", "b").state["result"] == "ab"
@@ -284,3 +290,26 @@ def test_other_formats_are_the_same_chat(agent, ended):
     if agent is by_messages:  # whose calls must be objects; the policy's may be anything
         odd = {"tool_calls": [CALL | {"function": {"name": "f", "arguments": '["x"'}}]}
         assert play(agent, odd, "").state["result"][1] == {"arguments": '["x"'}
+
+
+CLIS = ["@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.332"]
+PROVIDER = '{name="rl", base_url="{base_url}", env_key="OPENAI_API_KEY", wire_api="responses"}'
+CODEX = "codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox -m policy -c model_provider=rl -c"
+CODEX = [*CODEX.split(), f"model_providers.rl={PROVIDER}", "What does it print?"]
+CLAUDE = ["claude", "-p", "What does it print?", "--dangerously-skip-permissions", "--model", "policy"]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not shutil.which("npm"), reason="needs npm")
+def test_coding_agents_run_a_tool_and_end(tmp_path, monkeypatch):
+    """Streamed, by Responses and by Anthropic's Messages, with the agents' own prompts and tools, without a network."""
+    subprocess.run(["npm", "install", "--no-fund", "--no-audit", *CLIS], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.setenv("PATH", f"{tmp_path}/node_modules/.bin:{os.environ['PATH']}")
+    monkeypatch.setenv("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1")
+    monkeypatch.setenv("IS_SANDBOX", "1")  # otherwise Claude Code refuses to run as root
+    for words, tool, key in ((CODEX, "exec_command", "cmd"), (CLAUDE, "Bash", "command")):
+        function = {"name": tool, "arguments": json.dumps({key: "echo 4$((1+1))"})}
+        state = play(words, {"tool_calls": [CALL | {"function": function}]}, "it is 42", allow_code=True).state
+        assert state["result"].strip().endswith("it is 42") and state["agent"]["requests"] == 2
+        assert [m["role"] for m in state["completion"]] == ["assistant", "tool", "assistant"]
+        assert "42" in state["completion"][1]["content"]
