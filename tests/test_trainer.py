@@ -236,7 +236,8 @@ def test_adamw_and_its_rate(make_cfg, tmp_path):
     policy = trainer.build_policy(cfg)
     before = {name: p.detach().double().clone() for name, p in policy.trained().items()}
     optimizer = trainer.make_optimizer(policy, cfg.trainer)
-    metrics, _ = trainer.train_step(policy, optimizer, load(tmp_path), 1, cfg)
+    batch = load(tmp_path)
+    metrics, _ = trainer.train_step(policy, optimizer, batch, 1, cfg)
     assert metrics["optim/lr"] == 0.5e-3
     for name, p in policy.trained().items():
         state = optimizer.state[p]
@@ -244,6 +245,11 @@ def test_adamw_and_its_rate(make_cfg, tmp_path):
         torch.testing.assert_close(state["exp_avg_sq"].double(), (1 - 0.9) * grad**2, rtol=1e-4, atol=0)
         expected = before[name] * (1 - 0.5e-3 * 0.1) - 0.5e-3 * grad / (grad.abs() + 1e-8)
         torch.testing.assert_close(p.detach().double(), expected, atol=1e-7, rtol=1e-6)
+    # A norm that overflows changes no weight.
+    batch.fields["adv"] *= 1e25
+    after = {name: p.detach().clone() for name, p in policy.trained().items()}
+    metrics, _ = trainer.train_step(policy, optimizer, batch, 2, cfg)
+    assert metrics["optim/skipped"] == 1 and all(p.equal(after[name]) for name, p in policy.trained().items())
 
 
 def test_the_schedule(make_cfg):
@@ -335,9 +341,8 @@ def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
 
 
 def poison(sequences):
-    """The gradient's norm is nan in the first batch and overflows in the third."""
-    if len(sequences[4].tokens) > 9:
-        sequences[4].fields["poison"][-1] = np.nan if len(sequences[0].tokens) > 11 else 1e25
+    if len(sequences[4].tokens) > 9:  # in the first and third batch
+        sequences[4].fields["poison"][-1] = np.nan
 
 
 @pytest.fixture(scope="module")
