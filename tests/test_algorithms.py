@@ -306,6 +306,20 @@ def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind
     assert max(lens) == 64 or prompt
 
 
+def test_a_teachers_advantage_is_over_the_policy_of_now(make_cfg):
+    """The gradient of KL(policy || teacher) is r (logp - teacher_logp) dlogp, however far the policy is from the one
+    that sampled. With old_logp in its place, training would push away from that one: toys end in gibberish."""
+    teacher_N, old_N, adv_N = (torch.tensor(x) for x in ([-1.0, -2.0, -0.5], [-1.5, -1.0, -1.0], [0.25, 0.0, 0.5]))
+    logp_N = torch.tensor([-1.25, -1.5, -2.0], requires_grad=True)
+    taught_N = torch.tensor([0.5, 0.5, math.nan])  # nan: a sequence of another source
+    micro = {"old_logp_N": old_N, "taught_N": taught_N, "num_tokens": 3}
+    micro["adv_N"] = adv_N + (taught_N * (teacher_N - old_N)).nan_to_num()
+    trainer.compute_loss(micro, logp_N, torch.zeros(3), make_cfg().trainer)[0].sum().backward()
+    r_N = (logp_N - old_N).exp()
+    expected_N = -r_N * (adv_N + torch.tensor([0.5 * 0.25, 0.5 * -0.5, 0.0]))
+    torch.testing.assert_close(logp_N.grad, expected_N.detach())
+
+
 def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
     env = SingleTurnEnv(QUESTIONS, rubric=Rubric([lambda: 0.0]))
     with pytest.raises(DataError, match="rollouts were lost, mostly: ValueError: zip"):
