@@ -43,7 +43,7 @@ def convert(file: Path, out: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     say("time: converting it (half a minute)")
-    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # 10 s, and Transformers reads the file three times
+    gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # slow, and Transformers reads the file three times
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config.to_dict()
     del config["quantization_config"]  # a model that has one cannot be saved
@@ -56,7 +56,7 @@ def convert(file: Path, out: Path):
 def main(argv):
     """argv: config.toml [table.key=value ...]. Makes the directory `model`, unless it exists."""
     model = Path(arguments(__doc__, argv).run.model)
-    if str(model) == HUB or model.exists():
+    if model.exists():
         return
     work = Path(f"{model}.work")
     shutil.rmtree(work, ignore_errors=True)
