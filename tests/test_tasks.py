@@ -98,19 +98,21 @@ def test_gsm8k():
         gsm8k.read_rows([{"question": "1 + 1?", "answer": "two"}])
 
 
-SENTENCES = {
-    "Big bears bake bread briskly.": (1, 1),
-    "Big bears bake big bread.": (0.8, 1),
-    "Big B b bu by ba": (4 / 6, 0),
+POEMS = {
+    "Winter\nsnow-white roofs\nquiet under stars\nI dream of spring\nAlone.": (1, 1),
+    "Winter,\n\nwinter nights\nquiet under stars\nI dream of": ((3 + 3 / 4) / 5 * 8 / 9, 1),
+    "Snow\nwhite snow falls": ((1 + 2 / 3) / 5 * 3 / 4, 0),
+    "a\nb c\nd e f\ng h i j\nk\nl": (5 / 6, 0),
+    "...": (0, 0),
 }
 
 
-def test_alliteration():
-    """In its last sentence a letter stands twice, which is no word."""
-    env = load_environment("alliteration", {})
-    row = next(row for row in env.eval_dataset if row["info"]["letter"] == "b")
-    for text, (share, is_one) in SENTENCES.items():
-        scores = {"alliteration": pytest.approx(share), "sentence": is_one, "perfect": share == is_one == 1}
+def test_elevenie():
+    """Lines without words are none; what is missing, too much, or said twice costs."""
+    env = load_environment("elevenie", {})
+    row = next(row for row in env.dataset + env.eval_dataset if row["answer"] == "winter")
+    for text, (form, has_topic) in POEMS.items():
+        scores = {"form": pytest.approx(form), "topic": has_topic, "elevenie": form == has_topic == 1}
         assert play(env, row, text)[2] == scores
 
 

@@ -1,0 +1,52 @@
+"""Write an elevenie: a poem of eleven words in five lines, which have one, two, three, four and one. The model is tested
+on topics that it was not trained on."""
+
+import random
+import re
+
+from env import Messages, Rubric, SingleTurnEnv
+
+WORDS = (1, 2, 3, 4, 1)  # in each line
+TOPICS = """
+autumn bees birds boats books bread bridges butterflies candles castles cats chess children clocks clouds coffee cookies
+courage crows curiosity dancing darkness deserts dogs dolphins dragons dreams dust eagles evening family fire fish flowers
+fog football forests foxes freedom friendship frogs frost gardens ghosts glass gold grass gravity happiness history home
+honey hope horses ice insects islands ivy jazz jealousy joy kites kittens knights lakes laughter learning lemons letters
+libraries light lightning lions loneliness love luck magic maps markets medicine memory midnight mirrors money monsters
+morning mothers mountains music night noise oceans onions owls paint paper parrots patience peace pirates planets poetry
+power rabbits rain rainbows rivers roads robots rockets roses sadness sailing salt sand school seasons secrets shadows ships
+silence silver sisters skating sleep smoke snakes snow soup spiders spring stars steam stones storms stories strangers sugar
+summer sunlight swans teachers thunder tigers time toys trains travel trees trust truth turtles umbrellas valleys violins
+volcanoes walking war water whales wind windows wine winter wolves wonder yesterday
+"""
+
+
+def lines_of(completion: Messages) -> list[list[str]]:
+    """The words of each line that has any, in lower case."""
+    lines = [re.findall(r"[\w'’-]*\w", line.lower()) for line in completion[-1]["content"].split("\n")]
+    return [words for words in lines if words]
+
+
+def form(completion: Messages) -> float:
+    """How near the lines' numbers of words are to 1, 2, 3, 4 and 1: their mean ratio, times the share of different
+    words."""
+    lines = lines_of(completion)
+    near = sum(min(len(words), num) / max(len(words), num) for words, num in zip(lines, WORDS))
+    every = sum(lines, [])
+    return near / max(len(WORDS), len(lines)) * len(set(every)) / max(1, len(every))
+
+
+def topic(completion: Messages, answer: str) -> float:
+    return float(any(answer in words for words in lines_of(completion)))
+
+
+def elevenie(completion: Messages, answer: str) -> float:
+    """Whether it is one: eleven different words in the right lines, one of them the topic."""
+    return float(form(completion) == 1 and topic(completion, answer))
+
+
+def load_environment(system_prompt="You are a poet.") -> SingleTurnEnv:
+    topics = TOPICS.split()
+    random.Random("elevenie").shuffle(topics)
+    rows = [{"question": f"Write an elevenie, a poem of five lines, about {x}.", "answer": x} for x in topics]
+    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([form, topic, elevenie], [1.0, 0.2, 0.5]))
