@@ -287,6 +287,7 @@ def test_other_formats_are_the_same_chat(agent, ended):
     assert second[:3] == [*first, THOUGHT] and second[3]["content"] == "42" and second[3]["role"] == "tool"
     assert policy.asked[0].settings == {"max_tokens": 9} and len(policy.state["completion"]) == 3
     assert policy.asked[0].tools[0]["function"]["parameters"] == SCHEMA
+    assert policy.state["tools"] == policy.asked[-1].tools  # for a teacher, and for reading (verl #7659)
     if agent is by_messages:  # whose calls must be objects; the policy's may be anything
         odd = {"tool_calls": [CALL | {"function": {"name": "f", "arguments": '["x"'}}]}
         assert play(agent, odd, "").state["result"][1] == {"arguments": '["x"'}

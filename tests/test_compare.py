@@ -109,10 +109,14 @@ def test_runs_that_exist_already(study, tmp_path):
         if path.name != "high-seed1":  # which is not finished
             (path / "done").write_text("20\n")
     out = tmp_path / "again"
-    compare.main(["--runs", f"a={tmp_path}/out/low-*", f"b={tmp_path}/out/high-*", "--out", str(out)])
+    argv = ["--runs", f"a={tmp_path}/out/low-*", f"b={tmp_path}/out/high-*", "--out", str(out)]
+    compare.main(argv)
     text = (out / "compare.md").read_text()
     assert "| b | 1 | 0.700 |" in text and "a and b: one seed shows nothing (-0.100)" in text
     assert "b, seed 1 is not finished" in text
+    (tmp_path / "out" / "low-seed0" / "rows.json").write_text('{"e.dataset": "1", "e.eval_dataset": "2"}')
+    compare.main(argv)
+    assert "evaluated on different rows" in (text := (out / "compare.md").read_text()) and "a and b" not in text
 
 
 @pytest.mark.long

@@ -2,14 +2,16 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 from conftest import BASE, ROOT
 
 import configs
 from configs import load_config, to_toml
-from configs.runtime.directory import cut_lines, open_run
+from configs.runtime.directory import cut_lines, keep_rows, open_run
 from configs.runtime.role import ConfigError
+from env import SingleTurnEnv
 
 
 @pytest.mark.parametrize("override, named", [
@@ -97,6 +99,15 @@ def test_a_directory_belongs_to_one_run(make_cfg, tmp_path, capfd):
     for other, key in (("seed=0", "seed"), ("env.args.n=1", "env"), ("trainer.use_lora=true", "trainer.use_lora")):
         with pytest.raises(ConfigError, match=f"belongs to another run: {key} was"):
             open_run(tmp_path, to_toml(make_cfg("seed=1", other)))
+
+
+def test_a_run_has_the_rows_that_it_began_with(tmp_path):
+    """verl #7816, NeMo-RL #2519: other rows in the same file, and a gain between two evaluation sets."""
+    for start, text in ((0, "b"), (0, "c"), (3, "c"), (3, "b")):
+        env = SingleTurnEnv([{"question": "a", "info": {"x": {1}}}], [{"question": text}])
+        other = pytest.raises(ConfigError, match="task.eval_dataset has other rows")
+        with other if (start, text) == (3, "b") else nullcontext():
+            keep_rows(tmp_path, {"task": env}, start)
 
 
 def test_logs_are_cut_where_a_run_goes_on(tmp_path):

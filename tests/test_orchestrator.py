@@ -48,7 +48,7 @@ def test_batches(run):
     run_dir = run(6, single(letters, num=16), ON_POLICY, PAIRS, "eval.every=4", "seed=1")
     batches = all_batches(run_dir)
     rollouts = lines(run_dir / "rollouts.jsonl")
-    assert [info["step"] for info, _ in batches] == list(range(6))
+    assert len(batches) == 6
     for n, (info, sequences) in enumerate(batches):
         assert len(sequences) == 16 and info["max_tokens"] == 6
         groups = {}
