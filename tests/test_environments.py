@@ -211,6 +211,3 @@ def test_scores_of_texts_conversations_and_groups(capsys):
         raise KeyError
 
     assert score(SingleTurnEnv(ROWS, rubric=GroupRubric([broken])), ROWS, ["4"]) == [None]
-    text = {"prompt": "once upon", "info": {"end": " a time"}}
-    ends = Rubric([lambda completion, info, turn: turn * (completion == [info["end"]])])
-    assert score(SingleTurnEnv([text], rubric=ends), [text] * 2, [" a time", "x"]) == [1.0, 0.0]

@@ -132,14 +132,13 @@ def test_groups_are_of_one_example_of_one_environment(tmp_path, toml):
 
 
 def test_the_best_are_imitated(tmp_path, toml):
-    """A conversation, of which the answer in the prompt is not the policy's, and text for a base model."""
+    """A conversation, of which the answer in the prompt is not the policy's."""
     talk = {"prompt": ASK + say("one") + ASK, "completion": say("two") + ASK + say("six"), "reward": 1.0}
-    rows = [talk, {"prompt": "2+2=", "completion": "4", "reward": 1.0}]
-    rows += [talk | {"reward": 0.5}, talk | {"truncated": True}, talk | {"reward": None}]
-    data = write_lines(tmp_path / "data.jsonl", *rows)
+    others = [talk | {"reward": 0.5}, talk | {"truncated": True}, talk | {"reward": None}]
+    data = write_lines(tmp_path / "data.jsonl", talk, *others)
     evaluate.main([toml, "--demonstrations", data, "--min-reward", "1"])
     (batch,) = all_batches(tmp_path / "run-demonstrations")
-    assert [trained_text(s) for s in batch.sequences] == ["two<|end|>six<|end|>", "4<|end|>"]
+    assert [trained_text(s) for s in batch.sequences] == ["two<|end|>six<|end|>"]
     for s in batch.sequences:
         assert (s["adv"] == s["mask"]).all() and np.isnan(s["old_logp"]).all()
 

@@ -13,13 +13,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import all_batches, lines
+from conftest import ROOT, all_batches, lines
 from think_env import DROPS, Turns, noise
 
 import configs
 import env
 import orchestrator
 from configs.algorithms import evaluation
+from configs.models import toy
 from configs.runtime.role import ConfigError, DataError
 from env import Rubric, SingleTurnEnv
 from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, extend_or_fork, to_arrays
@@ -396,9 +397,14 @@ def test_turns_fork_where_the_template_drops_history(run, tmp_path):
     assert len(turns) == 16 * 4 and set(turns.values()) == {1}
 
 
-def test_text_long_prompts_and_truncation(run):
-    texts = [row | {"prompt": row["question"]} for row in rows(37)]
-    run(1, SingleTurnEnv(texts, rubric=Rubric([noise])), "run_name=text")
+def test_a_base_models_prompt_is_its_text(run):
+    plain = str(ROOT / "configs" / "models" / "plain.jinja")
+    ((_, sequences),) = all_batches(run(1, single(noise), template=plain))
+    prompts = {toy.make_tokenizer().decode(s["tokens"][: s["mask"].argmax()].tolist()) for s in sequences}
+    assert prompts <= {row["question"] for row in rows(37)}
+
+
+def test_long_prompts_and_truncation(run):
     for prompt, override in (("hello", "max_prompt_len=10"), ("x" * 58, "sampling.max_tokens=4")):
         run_dir = run(1, single(noise, prompt=prompt), f"orchestrator.{override}", f"run_name=long{len(prompt)}")
         rollouts = lines(run_dir / "rollouts.jsonl")

@@ -228,9 +228,7 @@ def folders_of(program: str) -> list[str]:
 def filled(words: list[str], state: dict, base_url: str) -> list[str]:
     """The words with what their placeholders stand for. Other braces are left as they are."""
     values = {key: x for key, x in state["row"].items() if key != "answer" and isinstance(x, str | int | float)}
-    prompt = state["prompt"]
-    if not isinstance(prompt, str):
-        prompt = [endpoint.text_of(message["content"]) for message in prompt if message["role"] == "user"][-1]
+    prompt = [endpoint.text_of(message["content"]) for message in state["prompt"] if message["role"] == "user"][-1]
     values |= {"base_url": base_url, "prompt": prompt}
     return [re.sub(r"\{([^{}]+)\}", lambda match: str(values.get(match[1], match[0])), word) for word in words]
 

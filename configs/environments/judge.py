@@ -107,10 +107,8 @@ class Judge:
         return float(found[1]) / self.scale
 
 
-def as_text(messages: Messages | str) -> str:
+def as_text(messages: Messages) -> str:
     """A conversation as the judge reads it; a single message is shown as its text alone."""
-    if isinstance(messages, str):
-        return messages
     if len(messages) == 1:
         return text_of(messages[0]["content"])
     return "\n".join(f"{message['role']}: {text_of(message.get('content', ''))}" for message in messages)

@@ -9,13 +9,7 @@ from env import Messages
 
 def assistant_texts(completion: Messages) -> list[str]:
     """The texts of the policy's own messages."""
-    texts = []
-    for message in completion:
-        if isinstance(message, str):
-            texts.append(message)
-        elif message["role"] == "assistant":
-            texts.append(message.get("content") or "")
-    return texts
+    return [message.get("content") or "" for message in completion if message["role"] == "assistant"]
 
 
 class Parser:
