@@ -246,14 +246,9 @@ class Server:
         text = self.tokenizer.decode([token for token in tokens if token != eos])
         is_stop = tokens[-1] == eos or FAKE.get("stop")
         choice = {"index": 0, "finish_reason": "stop" if is_stop else "length", "token_ids": tokens}
-        if "messages" in body:
-            kind = "chat.completion"
-            choice["message"] = {"role": "assistant", "content": text}
-            choice["logprobs"] = {"content": [{"logprob": x} for x in logps]}
-        else:
-            kind = "text_completion"
-            choice |= {"text": text, "logprobs": {"token_logprobs": logps}, "prompt_token_ids": ids}
-        head = {"id": f"{kind}-{seed}", "object": kind, "created": int(time.time()), "model": name}
+        choice["message"] = {"role": "assistant", "content": text}
+        choice["logprobs"] = {"content": [{"logprob": x} for x in logps]}
+        head = {"id": f"chat-{seed}", "object": "chat.completion", "created": int(time.time()), "model": name}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
         return head | {"choices": [choice], "usage": usage, "prompt_token_ids": ids}
 
