@@ -27,16 +27,17 @@ import signal
 import sys
 import time
 import zlib
+from itertools import chain
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import setproctitle
 import torch
 from aiohttp import web
+from jinja2 import TemplateError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs.models.demonstrations import as_template_sees
 from trainer import LoRALinear, WeightReceiver
 
 FAKE = json.loads(os.environ.get("FAKE", "{}"))
@@ -181,8 +182,13 @@ class Server:
         path = FAKE.get("template")
         self.tokenizer.chat_template = Path(path).read_text() if path else self.template
         more = body.get("chat_template_kwargs") or {}
-        messages = [as_template_sees(message) for message in body["messages"]]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
+        messages = body["messages"]
+        for call in chain(*(message.get("tool_calls") or () for message in messages)):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, **more)
+        except TemplateError as e:
+            raise Refused(400, str(e)) from e
 
     async def tokenize(self, request):
         return {"tokens": self.ids_of(await request.json())}

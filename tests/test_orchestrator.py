@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, all_batches, lines
-from think_env import DROPS, Turns, noise
+from think_env import DROPS, KEEPS, Turns, noise
 
 import configs
 import env
@@ -228,6 +228,16 @@ def test_requests_that_fail_hang_or_lack_a_number(run):
     rollouts = lines(run(3, single(noise), "orchestrator.generation_timeout=2", fake=fake) / "rollouts.jsonl")
     found = Counter(r["error"].split(":")[0] for r in rollouts)
     assert found == {"": len(rollouts) - 2, "TimeoutError": 1, "ValueError": 1}
+
+
+def test_what_a_template_refuses_is_scored_if_the_policy_said_it(run, tmp_path):
+    """As Llama 3's refuses two calls in a turn (unsloth #7426). Lost, they would be in no mean, and never unlearned."""
+    refuses = "{% if m.role == 'assistant' and 'e' in m.content %}{{ raise_exception('so much') }}{% endif %}"
+    (tmp_path / "refuses.jinja").write_text(KEEPS.replace("{{ m.content }}", refuses + "{{ m.content }}"))
+    task = single(noise, kind=Turns, max_turns=2)
+    rollouts = lines(run(1, task, template=str(tmp_path / "refuses.jinja")) / "rollouts.jsonl")
+    assert {(r["num_turns"], "e" in r["completion"][0]["content"]) for r in rollouts} == {(1, True), (2, False)}
+    assert not any(r["error"] or r["reward"] is None for r in rollouts)
 
 
 def lost(work, timeout_s=5.0):

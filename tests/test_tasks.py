@@ -99,20 +99,20 @@ def test_gsm8k():
 
 
 POEMS = {
-    "Winter\nsnow-white roofs\nquiet under stars\nI dream of spring\nAlone.": (1, 1),
-    "Winter,\n\nwinter nights\nquiet under stars\nI dream of": ((3 + 3 / 4) / 5 * 8 / 9, 1),
-    "Snow\nwhite snow falls": ((1 + 2 / 3) / 5 * 3 / 4, 0),
-    "a\nb c\nd e f\ng h i j\nk\nl": (5 / 6, 0),
+    "Snow-white winter roofs\n\nquiet under all the stars,\nI'm alone again.": (1, 1),
+    "Winter nights\nwinter stars over cold roofs": ((2 / 3 + 1) / 3 * 6 / 7, 1),
+    "Snow falls on white roofs": (3 / 5 / 3, 0),
+    "a b c\nd e f g h\ni j k\nl": (3 / 4, 0),
     "...": (0, 0),
 }
 
 
-def test_elevenie():
+def test_lune():
     """Lines without words are none; what is missing, too much, or said twice costs."""
-    env = load_environment("elevenie", {})
+    env = load_environment("lune", {})
     row = next(row for row in env.dataset + env.eval_dataset if row["answer"] == "winter")
     for text, (form, has_topic) in POEMS.items():
-        scores = {"form": pytest.approx(form), "topic": has_topic, "elevenie": form == has_topic == 1}
+        scores = {"form": pytest.approx(form), "topic": has_topic, "lune": form == has_topic == 1}
         assert play(env, row, text)[2] == scores
 
 

@@ -1,12 +1,12 @@
-"""Write an elevenie: a poem of eleven words in five lines, which have one, two, three, four and one. The model is tested
-on topics that it was not trained on."""
+"""Write a lune: a poem of eleven words, three in its first line, five in the second and three in the last (Jack Collom's
+answer to the haiku). The model is tested on topics that it was not trained on."""
 
 import random
 import re
 
 from env import Messages, Rubric, SingleTurnEnv
 
-WORDS = (1, 2, 3, 4, 1)  # in each line
+WORDS = (3, 5, 3)  # in each line
 TOPICS = """
 autumn bees birds boats books bread bridges butterflies candles castles cats chess children clocks clouds coffee cookies
 courage crows curiosity dancing darkness deserts dogs dolphins dragons dreams dust eagles evening family fire fish flowers
@@ -28,7 +28,7 @@ def lines_of(completion: Messages) -> list[list[str]]:
 
 
 def form(completion: Messages) -> float:
-    """How near the lines' numbers of words are to 1, 2, 3, 4 and 1: their mean ratio, times the share of different
+    """How near the lines' numbers of words are to three, five and three: their mean ratio, times the share of different
     words."""
     lines = lines_of(completion)
     near = sum(min(len(words), num) / max(len(words), num) for words, num in zip(lines, WORDS))
@@ -40,13 +40,13 @@ def topic(completion: Messages, answer: str) -> float:
     return float(any(answer in words for words in lines_of(completion)))
 
 
-def elevenie(completion: Messages, answer: str) -> float:
+def lune(completion: Messages, answer: str) -> float:
     """Whether it is one: eleven different words in the right lines, one of them the topic."""
     return float(form(completion) == 1 and topic(completion, answer))
 
 
 def load_environment(system_prompt="You are a poet.") -> SingleTurnEnv:
     topics = TOPICS.split()
-    random.Random("elevenie").shuffle(topics)
-    rows = [{"question": f"Write an elevenie, a poem of five lines, about {x}.", "answer": x} for x in topics]
-    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([form, topic, elevenie], [1.0, 0.2, 0.5]))
+    random.Random("lune").shuffle(topics)
+    rows = [{"question": f"Write a poem of three lines about {x}.", "answer": x} for x in topics]
+    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([form, topic, lune], [1.0, 0.2, 0.5]))
