@@ -8,6 +8,8 @@ class Policy:
     """generate() as an environment gets it. It says these texts or messages, one after the other, raises errors, and
     hangs for None."""
 
+    cfg = None  # of the run
+
     def __init__(self, *said, **choice):
         self.left = list(said)
         self.choice = {"index": 0, "finish_reason": "stop"} | choice  # of each reply
@@ -36,7 +38,7 @@ class Policy:
 
     async def rollout(self, env, row):
         """Plays a row. Returns the state."""
-        self.state = env.start(row) | {"step": 0, "replies": []}
+        self.state = env.start(row) | {"step": 0, "replies": [], "cfg": self.cfg}
         await env.rollout(self.state, self)
         return self.state
 

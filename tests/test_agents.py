@@ -13,14 +13,21 @@ import openai
 import pytest
 from conftest import all_batches, lines
 from scripted import Policy
+from think_env import KEEPS
 
 from configs.environments import endpoint
 from configs.environments.agents import AgentEnv, AgentFailed
 from configs.environments.rubrics import AgentRubric
+from configs.serving import formats
 from env import MultiTurnEnv, Rubric, Truncated
 
 ROWS = [{"question": f"hello {i}", "answer": str(i)} for i in range(37)]
 SHORT = ("orchestrator.sampling.max_tokens=3", "max_seq_len=128")
+
+
+@pytest.fixture(autouse=True)
+def cfg(make_cfg, monkeypatch):
+    monkeypatch.setattr(Policy, "cfg", make_cfg())
 
 
 def play(agent, *said, choice=None, **options):
@@ -125,7 +132,7 @@ def test_what_would_bias_an_answer_is_dropped_and_what_does_not_is_honored():
     assert [asked.settings for asked in policy.asked] == settings
     assert policy.asked[0].tools == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert policy.asked[2].tools is None
-    assert [m["content"] for m in policy.asked[3].messages] == ["one\n\na\nb", "q", "b</a>", "c</a>"]
+    assert [endpoint.text_of(m["content"]) for m in policy.asked[3].messages] == ["one", "a\nb", "q", "b</a>", "c</a>"]
     assert [m["content"] for m in policy.state["result"]] == ["q", "b", "c</a>"]  # the client's own stop string is gone
 
 
@@ -291,6 +298,25 @@ def test_other_formats_are_the_same_chat(agent, ended):
     if agent is by_messages:  # whose calls must be objects; the policy's may be anything
         odd = {"tool_calls": [CALL | {"function": {"name": "f", "arguments": '["x"'}}]}
         assert play(agent, odd, "").state["result"][1] == {"arguments": '["x"'}
+
+
+STRICT = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}{{ m.content }}"
+THINKS = "{% if enable_thinking %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize("template, roles, effort", [
+    (KEEPS, ["system", "user", "system", "user"], "low"),  # without thinking, the prompt is the same
+    (KEEPS.replace("{{ m.content }}", STRICT) + THINKS, ["system", "user", "user"], "none"),
+])  # fmt: skip
+def test_anthropics_messages_fit_the_template_as_on_vllms_server(template, roles, effort, make_cfg, tmp_path):
+    """vllm #41114, #46021: Claude Code's reminders are system messages inside the conversation."""
+    (tmp_path / "it.jinja").write_text(template)
+    talk = [{"role": role, "content": role[0]} for role in ("user", "system", "user")]
+    body = {"model": "m", "max_tokens": 9, "system": "S", "messages": talk, "thinking": {"type": "disabled"}}
+    state = {"cfg": make_cfg(f"chat_template={tmp_path / 'it.jinja'}")}
+    asked = endpoint.read_chat(asyncio.run(formats.Messages.to_chat(body, state)))
+    assert [m["role"] for m in asked.messages] == roles and asked.messages[0]["content"] == "S" + "s" * (len(roles) == 3)
+    assert asked.settings == {"max_tokens": 9, "reasoning_effort": effort} and asked.num_dropped == 0
 
 
 CLIS = ["@openai/codex@0.169.0", "@anthropic-ai/claude-code@2.1.332"]

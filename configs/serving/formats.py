@@ -3,9 +3,13 @@ vLLM's own converters turn a request into a chat and the reply back, so an agent
 have in front of `vllm serve`. Importing them takes seconds."""
 
 import json
+from functools import cache
 from itertools import count
+from pathlib import Path
 
+from jinja2 import TemplateError
 from pydantic_core import to_jsonable_python
+from transformers import AutoTokenizer
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.generate.base.protocol import FunctionCall
@@ -24,10 +28,10 @@ class Responses:
     # Keys that are converted or change nothing.
     KNOWN = set(
         "input instructions tools tool_choice max_output_tokens text include store background truncation "
-        "previous_response_id stream prompt_cache_key client_metadata model user metadata service_tier".split()
+        "previous_response_id stream prompt_cache_key client_metadata model user metadata service_tier reasoning".split()
     )
 
-    def to_chat(body: dict) -> dict:
+    async def to_chat(body: dict, state: dict) -> dict:
         if body.get("previous_response_id"):
             raise ValueError("previous_response_id: nothing is stored here, send the whole conversation")
         request = ResponsesRequest.model_validate(body)
@@ -36,6 +40,7 @@ class Responses:
         chat["messages"] = to_jsonable_python(messages, exclude_none=True)
         tools = construct_tool_dicts(request.tools, request.tool_choice)
         chat |= {"tools": tools, "tool_choice": to_jsonable_python(request.tool_choice)}
+        chat["reasoning_effort"] = request.reasoning and request.reasoning.effort
         form = (body.get("text") or {}).get("format") or {"type": "text"}
         return chat | {"max_tokens": body.get("max_output_tokens"), "response_format": form}
 
@@ -99,15 +104,41 @@ class Responses:
         yield event(response["status"], response=response)
 
 
+@cache
+class Converter(AnthropicServingMessages):
+    """vLLM's, set up for the run's chat template as its server does it."""
+
+    def __init__(self, model: str, chat_template: str):
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.template = Path(chat_template).read_text() if chat_template else self.tokenizer.get_chat_template()
+        self.merges = self._detect_merge_inline_system(self.template)
+        self._disabled_thinking_effort = None  # _get_disabled_thinking_effort() finds it out
+
+    async def _render_probe_prompt(self, effort):
+        kwargs = {"chat_template": self.template, "reasoning_effort": effort, "enable_thinking": effort != "none"}
+        try:
+            return self.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, **kwargs)
+        except TemplateError:
+            return None
+
+
 class Messages:
     """/v1/messages of Anthropic."""
 
-    KNOWN = set("messages system tools tool_choice max_tokens stop_sequences stream model metadata".split())
+    KNOWN = set(
+        "messages system tools tool_choice max_tokens stop_sequences stream model metadata output_config "
+        "thinking chat_template_kwargs".split()
+    )
 
-    def to_chat(body: dict) -> dict:
+    async def to_chat(body: dict, state: dict) -> dict:
         request = AnthropicMessagesRequest.model_validate(body)
-        found = AnthropicServingMessages.to_chat_completion_request(request)
+        converter = Converter(state["cfg"].run.model, state["cfg"].run.chat_template)
+        effort = await converter._get_disabled_thinking_effort()
+        found = converter.to_chat_completion_request(
+            request, merge_inline_system=converter.merges, disabled_thinking_effort=effort
+        )
         names = {"messages", "tools", "tool_choice", "parallel_tool_calls", "max_tokens", "stop"}
+        names |= {"reasoning_effort", "chat_template_kwargs", "thinking_token_budget", "response_format"}
         chat = {key: value for key, value in body.items() if key not in Messages.KNOWN}
         return chat | found.model_dump(mode="json", include=names, exclude_none=True)
 
