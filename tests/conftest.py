@@ -169,8 +169,9 @@ def lines(path):
 def launch(toml, *overrides, timeout=90, check=True, **env):
     """Runs launch.sh with the fake server, and without tools/watch.py, whose pictures take half of a short run's time
     (WATCH="tools/watch.py" brings it back). Returns the CompletedProcess."""
-    env = os.environ | {"SERVER": f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}", "WATCH": ""} | env
-    env |= {"PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    server = f"{sys.executable} {ROOT / 'tests' / 'fake_vllm.py'}"
+    env = os.environ | {"SERVER": server, "WATCH": "", "PET_NNODES": "2"} | env  # a cluster's schedulers set the last
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     assert not check or done.returncode == 0, done.stdout + done.stderr

@@ -77,7 +77,6 @@ def printed(capfd, start):
     ({"rollout/errors": 10}, "10% of the rollouts are lost"),
     ({"policy/kl_staleness0": 0.001, "policy/kl_staleness2": 0.09}, ""),  # it grows with staleness, as it must
     ({"policy/kl_staleness0": 0.01, "policy/kl_staleness2": 0.2}, "KL(sampler || policy) is 0.20 nats for rollouts 2"),
-    ({"policy/kl_staleness0": 0.1, "policy/kl_staleness1": 0.2}, "KL(sampler || policy) is 0.10 nats for rollouts of"),
     ({"time/wait_batch_s": 0.6}, "the trainer waits 60% of the time for rollouts: raise inference.gpus"),
 ])  # fmt: skip
 def test_a_warning_names_the_key_to_change(numbers, warning, write, capfd):

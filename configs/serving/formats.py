@@ -27,8 +27,8 @@ class Responses:
 
     # Keys that are converted or change nothing.
     KNOWN = set(
-        "input instructions tools tool_choice max_output_tokens text include store background truncation "
-        "previous_response_id stream prompt_cache_key client_metadata model user metadata service_tier reasoning".split()
+        "input instructions tools tool_choice max_output_tokens text include store background truncation reasoning "
+        "previous_response_id stream prompt_cache_key client_metadata model user metadata service_tier".split()
     )
 
     async def to_chat(body: dict, state: dict) -> dict:
@@ -38,6 +38,9 @@ class Responses:
         messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
         chat = {key: value for key, value in body.items() if key not in Responses.KNOWN}
         chat["messages"] = to_jsonable_python(messages, exclude_none=True)
+        for message in chat["messages"]:
+            if isinstance(message.get("content"), list):  # of input_text, which /v1/chat/completions refuses
+                message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]]
         tools = construct_tool_dicts(request.tools, request.tool_choice)
         chat |= {"tools": tools, "tool_choice": to_jsonable_python(request.tool_choice)}
         chat["reasoning_effort"] = request.reasoning and request.reasoning.effort
@@ -115,9 +118,10 @@ class Converter(AnthropicServingMessages):
         self._disabled_thinking_effort = None  # _get_disabled_thinking_effort() finds it out
 
     async def _render_probe_prompt(self, effort):
-        kwargs = {"chat_template": self.template, "reasoning_effort": effort, "enable_thinking": effort != "none"}
+        more = {"reasoning_effort": effort, "enable_thinking": effort != "none", "add_generation_prompt": True}
+        more |= {"chat_template": self.template, "tokenize": False}
         try:
-            return self.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, **kwargs)
+            return self.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], **more)
         except TemplateError:
             return None
 

@@ -1,5 +1,5 @@
-"""Write a lune: a poem of eleven words, three in its first line, five in the second and three in the last (Jack Collom's
-answer to the haiku). The model is tested on topics that it was not trained on."""
+"""Write a lune: a poem of eleven words, three in its first line, five in the second and three in the last (Jack
+Collom's answer to the haiku). The model is tested on topics that it was not trained on."""
 
 import random
 import re
@@ -8,16 +8,17 @@ from env import Messages, Rubric, SingleTurnEnv
 
 WORDS = (3, 5, 3)  # in each line
 TOPICS = """
-autumn bees birds boats books bread bridges butterflies candles castles cats chess children clocks clouds coffee cookies
-courage crows curiosity dancing darkness deserts dogs dolphins dragons dreams dust eagles evening family fire fish flowers
-fog football forests foxes freedom friendship frogs frost gardens ghosts glass gold grass gravity happiness history home
-honey hope horses ice insects islands ivy jazz jealousy joy kites kittens knights lakes laughter learning lemons letters
-libraries light lightning lions loneliness love luck magic maps markets medicine memory midnight mirrors money monsters
-morning mothers mountains music night noise oceans onions owls paint paper parrots patience peace pirates planets poetry
-power rabbits rain rainbows rivers roads robots rockets roses sadness sailing salt sand school seasons secrets shadows ships
-silence silver sisters skating sleep smoke snakes snow soup spiders spring stars steam stones storms stories strangers sugar
-summer sunlight swans teachers thunder tigers time toys trains travel trees trust truth turtles umbrellas valleys violins
-volcanoes walking war water whales wind windows wine winter wolves wonder yesterday
+autumn bees birds boats books bread bridges butterflies candles castles cats chess children clocks clouds coffee
+cookies courage crows curiosity dancing darkness deserts dogs dolphins dragons dreams dust eagles evening family fire
+fish flowers fog football forests foxes freedom friendship frogs frost gardens ghosts glass gold grass gravity
+happiness history home honey hope horses ice insects islands ivy jazz jealousy joy kites kittens knights lakes laughter
+learning lemons letters libraries light lightning lions loneliness love luck magic maps markets medicine memory
+midnight mirrors money monsters morning mothers mountains music night noise oceans onions owls paint paper parrots
+patience peace pirates planets poetry power rabbits rain rainbows rivers roads robots rockets roses sadness sailing
+salt sand school seasons secrets shadows ships silence silver sisters skating sleep smoke snakes snow soup spiders
+spring stars steam stones storms stories strangers sugar summer sunlight swans teachers thunder tigers time toys trains
+travel trees trust truth turtles umbrellas valleys violins volcanoes walking war water whales wind windows wine winter
+wolves wonder yesterday
 """
 
 
@@ -29,8 +30,10 @@ def lines_of(completion: Messages) -> list[list[str]]:
 
 def form(completion: Messages) -> float:
     """How near the lines' numbers of words are to three, five and three: their mean ratio, times the share of different
-    words."""
+    words; 0 if it does not end like a sentence."""
     lines = lines_of(completion)
+    if not completion[-1]["content"].endswith((".", "!", "?")):
+        return 0.0
     near = sum(min(len(words), num) / max(len(words), num) for words, num in zip(lines, WORDS))
     every = sum(lines, [])
     return near / max(len(WORDS), len(lines)) * len(set(every)) / max(1, len(every))
