@@ -100,8 +100,8 @@ def test_gsm8k():
 
 POEMS = {
     "Snow-white winter roofs\n\nquiet under all the stars,\nI'm alone again.": (1, 1),
-    "Winter nights\nwinter stars over cold roofs!": ((2 / 3 + 1) / 3 * 6 / 7, 1),
-    "Snow falls on white roofs.": (3 / 5 / 3, 0),
+    "Winter nights\nwinter stars over cold roofs!": ((4 / 9 + 1) / 3 * 6 / 7, 1),
+    "Snow falls on white roofs.": (9 / 25 / 3, 0),
     "a b c\nd e f g h\ni j k\nl.": (3 / 4, 0),
     "winter nights": (0, 1),
     "...": (0, 0),

@@ -29,12 +29,12 @@ def lines_of(completion: Messages) -> list[list[str]]:
 
 
 def form(completion: Messages) -> float:
-    """How near the lines' numbers of words are to three, five and three: their mean ratio, times the share of different
-    words; 0 if it does not end like a sentence."""
+    """How near the lines' numbers of words are to three, five and three: their mean squared ratio, times the share of
+    different words; 0 if it does not end like a sentence."""
     lines = lines_of(completion)
     if not completion[-1]["content"].endswith((".", "!", "?")):
         return 0.0
-    near = sum(min(len(words), num) / max(len(words), num) for words, num in zip(lines, WORDS))
+    near = sum((min(len(words), num) / max(len(words), num)) ** 2 for words, num in zip(lines, WORDS))
     every = sum(lines, [])
     return near / max(len(WORDS), len(lines)) * len(set(every)) / max(1, len(every))
 
