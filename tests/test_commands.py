@@ -31,6 +31,7 @@ FAILS = "echo a first line >&2; echo the reason >&2; exit 7"
 DAEMON = "trap '' TERM; setsid sh -c 'sleep 3600; exit' $0 &"
 HANGS = f"{DAEMON} sleep 3600"
 FLOODS = f"{DAEMON} head -c 300000000 /dev/zero | tr '\\0' a; echo the end"
+ASKED = [{"role": "user", "content": "x"}]
 ROW = {"question": "4 {mode}?", "answer": "the right answer", "mode": "environment", "level": 3, "info": {"a": 1}}
 
 
@@ -136,7 +137,7 @@ def test_nothing_survives_a_time_limit_a_cancellation_or_the_end(how, mark):
         address = await endpoint.endpoint()
         tasks = []
         for i in range(10):
-            tasks.append(asyncio.create_task(command({"row": ROW, "prompt": "x"}, f"{address}/secret/v1")))
+            tasks.append(asyncio.create_task(command({"row": ROW, "prompt": ASKED}, f"{address}/secret/v1")))
             await asyncio.sleep(i / 50)
             tasks[-1].cancel()
         done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -153,7 +154,7 @@ mark = sys.argv[-1]
 if sys.argv[1] == "sandbox":
     Sandbox(timeout_s=60).run(f"# {mark}\\nwhile 1: pass")
 command = Command(sys.argv[2:], allow_code=True)
-asyncio.run(command({"row": {}, "prompt": "x"}, "http://127.0.0.1:1/x/v1"))
+asyncio.run(command({"row": {}, "prompt": [{"role": "user", "content": "x"}]}, "http://127.0.0.1:1/x/v1"))
 """
 
 

@@ -21,7 +21,7 @@ import trainer
 from configs import load_config
 from configs.runtime.role import RoleDied
 from configs.serving.flags import as_flags, server_options
-from env import Rubric, SingleTurnEnv
+from env import Rubric
 from orchestrator import Client, Rollout
 
 pytestmark = pytest.mark.real
@@ -132,19 +132,13 @@ def test_requests_under_way_survive_a_sync(connect):
     assert len(choice["token_ids"]) == 240 and choice["finish_reason"] == "length"
 
 
-class Text(SingleTurnEnv):
-    def start(self, row):
-        return super().start(row) | {"prompt": row["question"]}
-
-
-@pytest.mark.parametrize("kind", ["turns", "text"])
-def test_rollouts_are_token_exact(kind, connect, tmp_path):
+def test_rollouts_are_token_exact(connect, tmp_path):
     """What is trained is what was sampled, and the policy gives it the server's log-probabilities. A turn that ends
     with a stop string or holds only what its text is tokenized to goes on in the same sequence."""
     how = ("max_tokens=12", "temperature=0.7", 'stop=["Q", "7", "x", "M"]', "skip_special_tokens=false")
     cfg, policy, sender = connect(*(f"orchestrator.sampling.{key}" for key in how))
     trainer.sync_weights(sender, policy, 0, cfg)
-    task = {"turns": Turns, "text": Text}[kind]([{"question": "hello"}], rubric=Rubric([lambda: 1.0]))
+    task = Turns([{"question": "hello"}], rubric=Rubric([lambda: 1.0]))
 
     async def sample():
         client = Client(cfg)
@@ -157,10 +151,10 @@ def test_rollouts_are_token_exact(kind, connect, tmp_path):
     group = asyncio.run(sample())
     assert not any(r.error for r in group), [r.error for r in group]
     sequences = [s for r in group for s in r.sequences]
-    assert len(sequences) == 12 and all(r.num_turns == (8 if kind == "turns" else 1) for r in group)
+    assert len(sequences) == 12 and all(r.num_turns == 8 for r in group)
     assert sum(s.mask.sum() for s in sequences) == sum(r.num_tokens for r in group)
     stops = [reply["choices"][0]["stop_reason"] for r in group for reply in r.state["replies"]]
-    said = [m if kind == "text" else m["content"] for r in group for m in r.state["completion"][::2]]
+    said = [m["content"] for r in group for m in r.state["completion"][::2]]
     stopped = [(text, stop) for text, stop in zip(said, stops) if isinstance(stop, str)]
     assert stopped and all(text.endswith(stop) for text, stop in stopped)
     for s in sequences:
