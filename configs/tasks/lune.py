@@ -40,7 +40,8 @@ def form(completion: Messages) -> float:
 
 
 def topic(completion: Messages, answer: str) -> float:
-    return float(any(answer in words for words in lines_of(completion)))
+    """Whether it is named, in the singular or the plural."""
+    return float(any(word.startswith(answer.removesuffix("s")) for word in sum(lines_of(completion), [])))
 
 
 def lune(completion: Messages, answer: str) -> float:
@@ -52,4 +53,4 @@ def load_environment(system_prompt="You are a poet.") -> SingleTurnEnv:
     topics = TOPICS.split()
     random.Random("lune").shuffle(topics)
     rows = [{"question": f"Write a poem of three lines about {x}.", "answer": x} for x in topics]
-    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([form, topic, lune], [1.0, 0.2, 0.5]))
+    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([form, topic, lune], [1.0, 0.3, 0.5]))
