@@ -114,7 +114,7 @@ class Lines:
 
 
 def as_messages(text: str | list) -> list[dict]:
-    """Messages as they are; a base model's texts as messages."""
+    """Messages as they are; whatever else an environment put in their place as text."""
     parts = text if isinstance(text, list) else [text]
     return [part if isinstance(part, dict) else {"role": "text", "content": str(part)} for part in parts]
 
