@@ -38,6 +38,7 @@ def micro_of(old, adv, rows=None, **more):
     rows_N = torch.tensor(rows or [0] * len(old))
     micro = {"old_logp_N": old, "adv_N": adv, "row_N": rows_N, "ids_BW": torch.zeros(int(rows_N.max()) + 1, 8)}
     micro |= {"num_tokens": len(old), "num_sequences": len(rows_N.unique()), "max_tokens": 16, "prox_logp_N": old}
+    micro["share_N"] = torch.ones_like(old)
     return micro | more
 
 
@@ -95,6 +96,15 @@ SAMPLER = double([-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5])
 SHIFT = double([0.5, -0.4, 0.1, 2.0, -0.3, 0.15, 1.8])  # policy - sampler
 BEFORE = double([0.5, -0.4, 0.1, 0.9, -0.3, 0.15, -1.8])  # the policy before the batch's first update - sampler
 SINCE = double([0.1, 0.4, -0.3, 0.0, 0.25, -0.4, 0.02])  # policy - policy before
+
+
+def test_a_rollout_that_forked_counts_once():
+    """Two rollouts; the second is two sequences, of one and of two tokens."""
+    logp = SAMPLER[:5].clone().requires_grad_()
+    share = double([1, 1, 0.5, 0.5, 0.5])
+    micro = micro_of(SAMPLER[:5], double([1.0] * 5), [0, 0, 1, 2, 2], share_N=share, num_sequences=2)
+    loss, _ = step_loss("losses:gspo", micro, logp)
+    np.testing.assert_allclose(-logp.grad, double([0.25, 0.25, 0.25, 0.125, 0.125]))
 
 
 @pytest.mark.parametrize("case", TRL, ids=str)

@@ -405,6 +405,7 @@ def test_turns_fork_where_the_template_drops_history(run, tmp_path):
     assert info["metrics"]["rollout/forks"] == len(sequences) - 16 > 16
     turns = Counter((s["group"], s["rollout"], turn) for s in sequences for turn in np.unique(s["turn"][s["mask"]]))
     assert len(turns) == 16 * 4 and set(turns.values()) == {1}
+    assert sum(s["share"] for s in sequences) == pytest.approx(16)
 
 
 def test_a_base_models_prompt_is_its_text(run):

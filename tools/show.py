@@ -197,7 +197,8 @@ def token_effects(run: Path, batch, logp_T) -> dict:
     t = load_config(run / "config.toml").trainer  # it also finds the modules beside the TOML of the run
     rows = [row for row, num in enumerate(batch.counts) if num]
     micro = trainer.collate(batch.fields, batch.lens, rows, max(batch.lens), "cpu")
-    micro |= {"num_tokens": sum(batch.counts), "num_sequences": len(rows), "max_tokens": batch.info["max_tokens"]}
+    micro |= {"num_tokens": sum(batch.counts), "max_tokens": batch.info["max_tokens"]}
+    micro["num_sequences"] = sum(batch.shares[row] for row in rows)
     logp_N = logp_T[micro["at_N"]].requires_grad_()
     unknown_N = torch.full_like(logp_N, math.nan)
     effects = {"push": unknown_N}
