@@ -298,6 +298,8 @@ def test_other_formats_are_the_same_chat(agent, ended):
     if agent is by_messages:  # whose calls must be objects; the policy's may be anything
         odd = {"tool_calls": [CALL | {"function": {"name": "f", "arguments": '["x"'}}]}
         assert play(agent, odd, "").state["result"][1] == {"arguments": '["x"'}
+        odd["tool_calls"] = [CALL | {"function": {"name": "f", "arguments": ""}}]
+        assert play(agent, odd, "").state["result"][1] == {}
 
 
 STRICT = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}{{ m.content }}"

@@ -176,7 +176,7 @@ ADVANTAGES = {  # name: rewards, fields of the rollouts, expected
     "zero": (R, {}, [0, 0, 0, 0]),
     "leave_one_out": ([3.0, 0.0, 0.0], {}, [3, -1.5, -1.5]),
     "maxrl": ([1.0, 0.0, 0.0, 0.0], {}, [3, -1, -1, -1]),
-    "gdpo": (R, {"metrics": PARTS, "state": [{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4},
+    "gdpo": ([6.0, 1.0, 0.0, 5.0], {"metrics": PARTS, "state": [{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4},
              [UNIT + WIDE / 2, UNIT - WIDE / 2, -UNIT - WIDE / 2, -UNIT + WIDE / 2]),
     "brief": (R, {"num_tokens": [10, 20, 5, 20]}, [0.9375 - 0.453125, 0.875 - 0.453125, -0.453125, -0.453125]),
 }  # fmt: skip
@@ -199,6 +199,12 @@ def test_permuted_and_running():
     advantages.BASELINES.clear()
     found = [advantages.running(np.full(4, x), group_of(R)).tolist() for x in (1.0, 0.0, 0.0)]
     assert found == [[0] * 4, [-1] * 4, pytest.approx([-(0.95**4)] * 4)]
+    group = group_of(R, state=[{"agent": "critic"}] * 4)
+    assert advantages.running(np.full(4, 0.5), group).tolist() == [0] * 4  # each agent has a baseline of its own
+    cut = group_of(R, metrics=PARTS, state=[{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4)  # of zeroed rewards
+    for wrong in (lambda: advantages.gdpo(np.array([0.0, 1.0, 0.0, 5.0]), cut), lambda: advantages.maxrl(-rewards, [])):
+        with pytest.raises(ConfigError):
+            wrong()
 
 
 def test_credit_by_turn(monkeypatch):

@@ -69,7 +69,7 @@ def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypa
     with by_turns("abcd", "a", "bad", "abcdef", also=["chat_template_kwargs"]) as server:
         evaluate.main([*args, "--base-url", server.url])
     shown = capsys.readouterr().out
-    assert "avg@4 0.667 +- 0.000" in shown
+    assert "avg@4 0.667 (95 %" in shown
     assert "pass@1 0.667" in shown and "pass@2 1.000" in shown and "pass@4" not in shown  # of each example one is lost
     assert "reward/lost_as_0 0.500" in shown and "truncated 0.333" in shown  # "abcdef" has max_tokens
     assert {body["authorization"] for body in server.bodies} == {"Bearer secret"} and "secret" not in shown

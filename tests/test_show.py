@@ -123,8 +123,9 @@ def test_a_growing_file_is_read_in_whole_lines_and_a_new_one_from_its_beginning(
 
 def test_a_gain_is_paired_by_row():
     found = show.eval_statistics([1.0, 0.5, 0.5, 1.0], [0.0, 0.0, 0.5, None])
-    assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(1.96 * 0.5 / math.sqrt(3))
-    assert found["ci95"] == pytest.approx(1.96 * math.sqrt(0.25 / 3) / 2)
+    assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(4.302653 * 0.5 / math.sqrt(3))
+    assert found["ci95"] == pytest.approx(3.182446 * math.sqrt(0.25 / 3) / 2)
+    assert show.half_width([1.0] * 9) is None
     assert show.eval_statistics([0.5, None]) == {"ci95": None}  # nothing is known of one row
 
 
@@ -138,5 +139,6 @@ def test_curves_stand_at_their_versions(tmp_path):
     assert reward.lines[0].get_xydata().tolist() == [[1, 0], [2, 0.25], [3, 0.5]]
     assert [line.get_ydata()[1] for line in kl.lines] == [1e-4, 1e-2, 1e-3]
     interval = evaluation.collections[0].get_segments()[0]
-    assert interval == pytest.approx(np.array([[2, 0.5 - 0.98], [2, 0.5 + 0.98]]))  # 1.96 * sqrt(1 / 2) / sqrt(2)
+    half = 12.706205 * math.sqrt(1 / 2) / math.sqrt(2)
+    assert interval == pytest.approx(np.array([[2, 0.5 - half], [2, 0.5 + half]]))
     assert [area.get_paths()[0].vertices[:, 1].max() for area in seconds.collections] == [0.5, 1.5, 1.5]

@@ -24,6 +24,7 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from scipy.special import stdtrit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,10 +39,11 @@ FIELDS = {"advantage": "adv", "push": "push", "diff": "diff"}  # of read_batch, 
 
 
 def half_width(values: list[float]) -> float | None:
-    """Half the width of the 95 % interval of a mean; None for fewer than two values."""
-    if len(values) < 2:
+    """Half the width of the 95 % interval of a mean, by Student's t. None for fewer than two values, and for equal
+    ones, which do not tell how far others would be from them."""
+    if len(values) < 2 or np.ptp(values) < 1e-9 * max(1.0, np.abs(values).max()):
         return None
-    return float(1.96 * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def eval_statistics(rows: list[float | None], first: list[float | None] | None = None) -> dict:

@@ -150,6 +150,7 @@ class Messages:
         chat = ChatCompletionResponse.model_validate(reply)
         for tool_call in chat.choices[0].message.tool_calls:
             # A tool must be called with a JSON object: the agent reports what is wrong with this one.
+            tool_call.function.arguments = tool_call.function.arguments or "{}"
             try:
                 dict(**json.loads(tool_call.function.arguments))
             except (TypeError, ValueError):
