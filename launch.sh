@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# bash launch.sh config.toml [table.key=value ...] [--check]
-#     --check: look for what would spoil a run, train nothing
+# bash launch.sh config.toml [table.key=value ...] [--check] [--from outputs/run@73]
+#     --check: look for what would spoil a run, train nothing. --from: begin where a run was after step 73
 # Sets up .venv on first use (--setup: only that), then launch.py runs all roles until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143
 # Variables: KIND=gpu or cpu and PYTHON=python3.12 for .venv, CUDA_VISIBLE_DEVICES, NNODES,
@@ -47,4 +47,5 @@ fi || exit 2
 ulimit -c 0 -n "$(ulimit -Hn)"
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null ||
     export HF_HUB_OFFLINE=1 # no network: nothing waits for one
+[[ ! " $* " =~ " --from " ]] || exec "$python" tools/fork.py "$config" "${@:2}" # which ends in launch.py
 exec "$python" launch.py "$config" "${@:2}"

@@ -147,9 +147,12 @@ def make_page(run: Path, most: float) -> str:
     words = show.load_tokenizer(run).batch_decode([[token] for token in ids]) if ids else []
     picture = io.BytesIO()
     plot.draw([run]).savefig(picture, dpi=110, format="png")
+    name = run.name
+    if (run / "parent.json").exists():
+        name += " from {run} after step {step}".format(**json.loads((run / "parent.json").read_text()))
     script = (FOLDER / "page.js").read_text()
     return Template((FOLDER / "page.html").read_text()).substitute(
-        name=html.escape(run.name),
+        name=html.escape(name),
         style=(FOLDER / "page.css").read_text(),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

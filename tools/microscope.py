@@ -1,0 +1,221 @@
+"""Puts one step under the microscope: from each of a run's states, a step with each arm on the same batch.
+
+    python tools/microscope.py outputs/run --arm trainer.loss=cispo --arm trainer.loss=grpo [--states 20] [key=value]
+
+After it the same held-out rows are answered with the same random numbers, and the policy is scored on the run's next
+batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
+seeds is seen. An arm is a list of overrides of [trainer] and of orchestrator.advantage; the first is compared with each
+other one. One server serves all. States are where batches lead to (tools/fork.py): without checkpoints from the start.
+
+The numbers: reward, of the held-out rows; separation, how much further the log-probability of right answers (A > 0)
+moved up than that of wrong ones, in nats per token of the next batch; kl and entropy on it. states.jsonl has a line for
+each state and arm."""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from scipy.stats import binomtest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import configs
+import orchestrator
+import trainer
+from configs.runtime.directory import run_directory
+from configs.runtime.machine import look_around
+from configs.runtime.role import ConfigError, run_role, say
+from configs.serving.flags import as_flags, server_options
+from env import load_environment
+from tools.compare import interval, p_value, parse_arm
+from tools.fork import reachable
+from tools.show import run_with, with_interval
+
+SHOWN = ("reward", "separation", "kl", "entropy")
+
+
+def snapshot(policy, optimizer) -> tuple[dict, dict]:
+    """Copies of what a step changes."""
+    weights = {name: p.detach().clone() for name, p in policy.trained().items()}
+    moments = {name: optimizer.state[p] for name, p in policy.trained().items() if p in optimizer.state}
+    return weights, {name: {key: x.clone() for key, x in state.items()} for name, state in moments.items()}
+
+
+def optimizer_at(policy, t, kept: tuple[dict, dict]):
+    """An optimizer of these settings, and the policy, in the state that was kept."""
+    weights, moments = kept
+    optimizer = trainer.make_optimizer(policy, t)
+    for name, p in policy.trained().items():
+        p.data.copy_(weights[name])
+        if name in moments:
+            optimizer.state[p] = {key: x.clone() for key, x in moments[name].items()}
+    return optimizer
+
+
+def path_of(run: Path, step: int) -> Path:
+    return run / "batches" / f"step_{step:06d}.safetensors"
+
+
+def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
+    """adv_T of a batch file by another function, from what its sequences say of their rollouts: reward, num_turns and
+    num_tokens, but neither metrics nor state."""
+    batch = trainer.load_batch(path)
+    with safe_open(path, "pt") as file:
+        infos = json.loads(file.metadata()["sequences"])
+    mask_T = batch.fields["mask"] & ~batch.fields["old_logp"].isnan()
+    groups = defaultdict(dict)
+    sequences = []
+    for info, mask_L, turn_L in zip(infos, mask_T.split(batch.lens), batch.fields["turn"].split(batch.lens)):
+        about = {key: info[key] for key in ("env", "example", "group", "attempt", "rollout", "num_turns", "num_tokens")}
+        r = groups[info["env"], info["group"], info["attempt"]].setdefault(
+            info["rollout"], orchestrator.Rollout(**about)
+        )
+        r.reward = info["reward"]
+        r.state.setdefault("agent_rewards", {})[info["agent"]] = info["reward"]
+        adv_L = np.zeros(len(mask_L), np.float32)
+        sequences.append(
+            orchestrator.Sequence(mask=mask_L.numpy(), turn=turn_L.numpy(), adv=adv_L, agent=info["agent"])
+        )
+        r.sequences.append(sequences[-1])
+    for group in groups.values():
+        orchestrator.add_advantages([*group.values()], advantage)
+    return torch.from_numpy(np.concatenate([s.adv for s in sequences]))
+
+
+def score(policy, batch: trainer.Batch, cfg) -> torch.Tensor:
+    """logp_T of a batch's loss tokens."""
+    rows = [row for row, num in enumerate(batch.counts) if num]
+    return trainer.score(policy, batch, rows, cfg).cpu()
+
+
+def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, float]:
+    """How its loss tokens' log-probabilities have changed, in nats per token."""
+    mask_T, adv_T = batch.fields["mask"], batch.fields["adv"]
+    step_T = after_T - before_T
+    right, wrong = (step_T[mask_T & is_so_T].mean().item() for is_so_T in (adv_T > 0, adv_T < 0))
+    kl = trainer.k3(-step_T[mask_T]).mean().item()  # old tokens' KL(before || after), by importance
+    return {"right": right, "wrong": wrong, "separation": right - wrong, "kl": kl}
+
+
+async def evaluate(cfg, envs: dict, version: int) -> float:
+    """The mean reward of the held-out rows, whose lines go to eval.jsonl."""
+    client = orchestrator.Client(cfg)
+    client.version = version
+    await orchestrator.evaluate(version, envs, client)
+    await client.http.close()
+    lines = (run_directory(cfg) / "eval.jsonl").read_text().splitlines()[-len(envs) :]
+    return float(np.mean([json.loads(line)["reward/mean"] for line in lines]))
+
+
+def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int], out: Path) -> dict:
+    """Returns {arm: {number: its value after a step from each state}}. cfg: the run's, with `out` as its directory;
+    arms: {name: cfg}; starts: of tools.fork.reachable."""
+    base = configs.load_config(run / "config.toml")
+    trainer.start_distributed(cfg)
+    policy = trainer.build_policy(base)
+    optimizer = trainer.make_optimizer(policy, base.trainer)
+    sender = trainer.WeightSender(cfg, out, policy.device)
+    envs = {e.name: load_environment(e.id, e.args) for e in cfg.env}
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(256))
+    found = {name: {key: [] for key in SHOWN} for name in arms}
+    version = -1
+    syncs = count()
+    for state in chosen:
+        # 1. To the state: from a checkpoint, and by the run's own steps.
+        if version < starts[state]:
+            version = starts[state]
+            if version:
+                name = f"checkpoints/step_{version:06d}"
+                os.symlink(run / name, out / name)
+                trainer.resume(out, policy, optimizer, base)
+        while version < state:
+            trainer.train_step(policy, optimizer, trainer.load_batch(path_of(run, version)), version, base)
+            version += 1
+        kept = snapshot(policy, optimizer)
+        later = trainer.load_batch(path_of(run, state + 1))
+        before_T = score(policy, later, base)
+        # 2. A step of each arm, and what has come of it.
+        for name, arm in arms.items():
+            batch = trainer.load_batch(path_of(run, state))
+            if arm.orchestrator.advantage != base.orchestrator.advantage:
+                advantage = configs.find(arm.orchestrator.advantage, orchestrator.ADVANTAGES)
+                batch.fields["adv"] = advantages_of(path_of(run, state), advantage)
+            numbers, _ = trainer.train_step(policy, optimizer_at(policy, arm.trainer, kept), batch, state, arm)
+            number = next(syncs)
+            trainer.sync_weights(sender, policy, number, cfg, batch)
+            line = {"state": state, "arm": name, "reward": loop.run_until_complete(evaluate(cfg, envs, number))}
+            line |= {"entropy": numbers["policy/entropy"]} | moved(later, before_T, score(policy, later, base))
+            with open(out / "states.jsonl", "a") as file:
+                file.write(json.dumps(line) + "\n")
+            for key in SHOWN:
+                found[name][key].append(line[key])
+        optimizer = optimizer_at(policy, base.trainer, kept)
+        say(f"state {state}: reward " + ", ".join(f"{name} {found[name]['reward'][-1]:.4f}" for name in arms))
+    return found
+
+
+def summary(found: dict) -> str:
+    """The means of the arms, and what the first one has over each other one."""
+    text = ""
+    for name, numbers in found.items():
+        text += f"{name}: " + ", ".join(f"{key} {np.mean(values):.4g}" for key, values in numbers.items()) + "\n"
+    first, *others = found
+    for other in others:
+        for key in ("reward", "separation"):
+            differences = np.subtract(found[first][key], found[other][key])
+            num_above, num = int((differences > 0).sum()), int((differences != 0).sum())
+            sign = binomtest(num_above, num).pvalue if num else 1.0
+            shown = with_interval(*interval(differences))
+            text += f"{first} - {other}: {key} {shown}, p = {p_value(differences):.2g}; "
+            text += f"above 0 in {num_above} of {num} states, p = {sign:.2g}\n"
+    return text
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=run_with("metrics.jsonl"))
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="of all arms, e.g. of [eval]")
+    parser.add_argument("--arm", action="append", required=True, metavar="KEY=VALUE ...")
+    parser.add_argument("--states", type=int, default=20)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
+    args = parser.parse_intermixed_args(argv)
+    out = (args.out or args.run / "microscope").resolve()
+    (out / "checkpoints").mkdir(parents=True)  # an earlier one is not overwritten
+    starts = {state: start for state, start in reachable(args.run).items() if path_of(args.run, state + 1).exists()}
+    states = sorted(state for state in starts if path_of(args.run, state).exists())
+    if not states:
+        raise ConfigError(f"{args.run}: no checkpoint, and no batches from the start, lead to a state with two batches")
+    chosen = sorted({states[round(i)] for i in np.linspace(0, len(states) - 1, args.states)})
+    file = args.run / "config.toml"
+    arms = {name: configs.load_config(file, [*args.overrides, *own]) for name, own in map(parse_arm, args.arm)}
+    given = [*args.overrides, f"output_dir={json.dumps(str(out.parent))}", f"run_name={json.dumps(out.name)}"]
+    machine = look_around(configs.load_config(file, given), [], "")
+    os.environ["ROLEMODEL_OVERRIDES"] = f"inference.urls = ['http://127.0.0.1:{machine.ports[0]}']"
+    if len(machine.gpus) == 1:  # which both share
+        os.environ["ROLEMODEL_OVERRIDES"] += "\ntrainer.sync_backend = 'gloo'"
+    cfg = configs.load_config(file, given)
+    options = server_options(cfg, configs.served_name(cfg), bool(machine.gpus), len(machine.gpus) == 1)
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "configs.serving.server", *as_flags(options)]
+    with open(out / "inference.log", "w") as log:
+        server = subprocess.Popen([*command, "--port", str(machine.ports[0])], stdout=log, stderr=log)
+    try:
+        text = summary(examine(args.run, cfg, arms, chosen, starts, out))
+    finally:
+        server.terminate()
+    (out / "microscope.md").write_text(text)
+    say(text)
+
+
+if __name__ == "__main__":
+    run_role("microscope", "tools.microscope")
