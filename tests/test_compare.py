@@ -9,7 +9,8 @@ import time
 
 import numpy as np
 import pytest
-from conftest import BASE, ROOT, lines
+from conftest import BASE, lines
+from safetensors.numpy import save_file
 
 from configs.runtime.role import ConfigError
 from tools import compare
@@ -119,12 +120,12 @@ def test_runs_that_exist_already(study, tmp_path):
     assert "evaluated on different rows" in (text := (out / "compare.md").read_text()) and "a and b" not in text
 
 
-@pytest.mark.long
-def test_a_replay_of_saved_batches(study, tmp_path, batches, monkeypatch):
-    monkeypatch.setattr(compare, "ROOT", ROOT)
-    arms = ["--arm", "trainer.loss=grpo", "--arm", "trainer.loss=cispo"]
-    found = study(*arms, "--seeds", "1", "--replay", str(batches(2)))
-    assert [(line["exit"], line["steps"]) for line in found] == [(0, 2)] * 2 and found[0]["grad_norm"] > 0
+def test_where_two_runs_part(tmp_path):
+    for name, tokens in (("a", [[1, 2], [3], [4]]), ("b", [[1, 2], [3], [5]])):
+        (tmp_path / name / "batches").mkdir(parents=True)
+        for i, ids in enumerate(tokens):
+            save_file({"tokens": np.array(ids)}, tmp_path / name / f"batches/step_{i:06d}.safetensors")
+    assert compare.parting(tmp_path / "a", tmp_path / "b") == 2
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

@@ -254,6 +254,35 @@ def test_killed_on_the_way(cells, undisturbed, fake_servers, models, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
+    """After a step that has no checkpoint: the steps that follow are the other run's, bit for bit."""
+    loss = "trainer.loss=faults:loss"
+    last = Run(tmp_path, models["untied"], loss, "--from", f"{undisturbed.dir}@9").end(2)
+    assert "lead to no state after step 9, only after: 0, 1, 2, 3" in last
+    run = Run(tmp_path, models["untied"], loss, "--from", f"{undisturbed.dir}@2")
+    run.end(0)
+    assert "fork: step 2 again" in run.text() and "fork: step 1 again" not in run.text()
+    mine, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.dir, undisturbed.dir))
+    assert all(mine[key].equal(theirs[key]) for key in theirs)
+    assert [line["step"] for line in lines(run.dir / "metrics.jsonl")] == list(range(STEPS))
+    assert json.loads((run.dir / "parent.json").read_text()) == {"run": str(undisturbed.dir), "step": 2}
+
+
+@pytest.mark.slow
+def test_one_step_under_the_microscope(undisturbed, tmp_path):
+    out = tmp_path / "found"
+    arms = ("a: trainer.loss=cispo", "b: trainer.loss=cispo", "c: orchestrator.advantage=advantages:permuted")
+    words = [word for arm in arms for word in ("--arm", arm)]
+    command = [sys.executable, "tools/microscope.py", str(undisturbed.dir), *words, "--states", "2", "--out", str(out)]
+    start(command, tmp_path / "log", SERVER=f"{sys.executable} tests/fake_vllm.py").wait()
+    found = {(line["state"], line.pop("arm")): line for line in lines(out / "states.jsonl")}
+    assert found.keys() == {(state, arm) for state in (0, 2) for arm in "abc"}, (tmp_path / "log").read_text()
+    assert all(found[state, "a"] == found[state, "b"] and found[state, "c"]["kl"] > 0 for state in (0, 2))
+    assert found[2, "a"]["separation"] != found[2, "c"]["separation"]
+    assert "a - b: separation 0.000, p = 1; above 0 in 0 of 0 states" in (out / "microscope.md").read_text()
+
+
+@pytest.mark.slow
 def test_hung_and_out_of_disk(models, fake_servers, tmp_path):
     """The first run sends adapters, which each version's requests name."""
     how = (models["untied"], f'inference.urls=["{fake_servers()}"]')

@@ -103,7 +103,7 @@ def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -
     mask_T, adv_T = batch.fields["mask"], batch.fields["adv"]
     step_T = after_T - before_T
     right, wrong = (step_T[mask_T & is_so_T].mean().item() for is_so_T in (adv_T > 0, adv_T < 0))
-    kl = trainer.k3(-step_T[mask_T]).mean().item()  # old tokens' KL(before || after), by importance
+    kl = trainer.k3(step_T[mask_T]).mean().item()  # KL(before || after)
     return {"right": right, "wrong": wrong, "separation": right - wrong, "kl": kl}
 
 
@@ -206,9 +206,10 @@ def main(argv: list[str]):
         os.environ["ROLEMODEL_OVERRIDES"] += "\ntrainer.sync_backend = 'gloo'"
     cfg = configs.load_config(file, given)
     options = server_options(cfg, configs.served_name(cfg), bool(machine.gpus), len(machine.gpus) == 1)
-    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m", "configs.serving.server", *as_flags(options)]
+    command = os.environ.get("SERVER", "").split() or [sys.executable, "-m", "configs.serving.server"]
+    command = ["setpriv", "--pdeathsig", "KILL", *command, *as_flags(options), "--port", str(machine.ports[0])]
     with open(out / "inference.log", "w") as log:
-        server = subprocess.Popen([*command, "--port", str(machine.ports[0])], stdout=log, stderr=log)
+        server = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         text = summary(examine(args.run, cfg, arms, chosen, starts, out))
     finally:
