@@ -7,9 +7,10 @@ batch, which no arm has seen. Everything is paired by state, so that what a stud
 seeds is seen. An arm is a list of overrides of [trainer] and of orchestrator.advantage; the first is compared with each
 other one. One server serves all. States are where batches lead to (tools/fork.py): without checkpoints from the start.
 
-The numbers: reward, of the held-out rows; separation, how much further the log-probability of right answers (A > 0)
-moved up than that of wrong ones, in nats per token of the next batch; kl and entropy on it. states.jsonl has a line for
-each state and arm."""
+The numbers: reward, of the held-out rows; agreement, the rank correlation over the next batch's answers of how much
+likelier the step made each with its advantage there; kl, of before and after on the next batch, in nats per token;
+entropy, on the batch of the step. states.jsonl has a line for each state and arm, also with right and wrong: by how
+much the tokens of answers with A > 0 and A < 0 became likelier, in nats."""
 
 import argparse
 import asyncio
@@ -26,7 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from scipy.stats import binomtest
+from scipy.stats import binomtest, spearmanr
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
@@ -41,7 +42,7 @@ from tools.compare import interval, p_value, parse_arm
 from tools.fork import reachable
 from tools.show import run_with, with_interval
 
-SHOWN = ("reward", "separation", "kl", "entropy")
+SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 
 def snapshot(policy, optimizer) -> tuple[dict, dict]:
@@ -99,12 +100,16 @@ def score(policy, batch: trainer.Batch, cfg) -> torch.Tensor:
 
 
 def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, float]:
-    """How its loss tokens' log-probabilities have changed, in nats per token."""
+    """How the log-probabilities of its loss tokens have changed, see above."""
     mask_T, adv_T = batch.fields["mask"], batch.fields["adv"]
-    step_T = after_T - before_T
+    step_T = (after_T - before_T) * mask_T
     right, wrong = (step_T[mask_T & is_so_T].mean().item() for is_so_T in (adv_T > 0, adv_T < 0))
-    kl = trainer.k3(step_T[mask_T]).mean().item()  # KL(before || after)
-    return {"right": right, "wrong": wrong, "separation": right - wrong, "kl": kl}
+    steps_S = [step_L.sum().item() for step_L in step_T.split(batch.lens)]
+    advs_S = [
+        adv_L.max().item() + adv_L.min().item() for adv_L in adv_T.split(batch.lens)
+    ]  # it is 0 but at loss tokens
+    found = {"agreement": float(spearmanr(steps_S, advs_S).statistic)}
+    return found | {"right": right, "wrong": wrong, "kl": trainer.k3(step_T[mask_T]).mean().item()}
 
 
 async def evaluate(cfg, envs: dict, version: int) -> float:
@@ -172,7 +177,7 @@ def summary(found: dict) -> str:
         text += f"{name}: " + ", ".join(f"{key} {np.mean(values):.4g}" for key, values in numbers.items()) + "\n"
     first, *others = found
     for other in others:
-        for key in ("reward", "separation"):
+        for key in ("reward", "agreement"):
             differences = np.subtract(found[first][key], found[other][key])
             num_above, num = int((differences > 0).sum()), int((differences != 0).sum())
             sign = binomtest(num_above, num).pvalue if num else 1.0
