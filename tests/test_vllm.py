@@ -176,12 +176,12 @@ def test_a_short_run(url, models, tmp_path):
     assert [line["step"] for line in lines(tmp_path / "run" / "eval.jsonl")] == [0, 1, 2]
 
 
-def learn(path, *overrides):
-    """The lines of eval.jsonl and metrics.jsonl of a default run."""
-    command = ["bash", "launch.sh", "configs/reverse_text.toml", f"output_dir={path}", *overrides]
+def learn(path, *overrides, recipe="reverse_text"):
+    """The lines of eval.jsonl and metrics.jsonl of a recipe's run."""
+    command = ["bash", "launch.sh", f"configs/{recipe}.toml", f"output_dir={path}", *overrides]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    found = [lines(path / "reverse_text" / f"{name}.jsonl") for name in ("eval", "metrics")]
+    found = [lines(path / recipe / f"{name}.jsonl") for name in ("eval", "metrics")]
     shutil.rmtree(path)
     return found
 
@@ -218,3 +218,11 @@ def test_the_default_run_learns(seed, tmp_path):
         assert evals[-1]["exact"] - evals[0]["exact"] <= 0.05
     else:
         assert evals[-1]["exact"] >= (0.70 if seed == "lora" else 0.85)
+
+
+@pytest.mark.long
+def test_a_real_model_learns(tmp_path):
+    """Of SmolLM2's poems on topics that were not trained: reward from 0.2 to 1.0 in three quarters of an hour."""
+    evals, metrics = learn(tmp_path, recipe="smollm2")
+    assert [e["step"] for e in evals] == [0, 20, 40, 60] and evals[0]["reward/mean"] < 0.3
+    assert evals[-1]["reward/mean"] > 0.85 and max(m["sync/dlogp_max"] for m in metrics) < 2e-4
