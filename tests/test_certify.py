@@ -60,7 +60,7 @@ PLANTED = {
     "without_advantage": "no gradient where A = 0",
     "normalized_twice": "does not depend on the numbers of turns",
     "once_per_fork": "does not depend on how often a rollout forked",
-    "wrong_clip": "A > 0: no clip on the way back alone",
+    "wrong_clip": "A > 0: clipped, if at all, where",
 }
 
 
@@ -82,3 +82,5 @@ def test_what_cannot_be_called_is_said():
             certify.certify(name, {})
     with pytest.raises(ConfigError, match="cap"):
         certify.certify("cispo", {"cap": 2})
+    with pytest.raises(ConfigError, match="loss_args"):
+        certify.certify("mean", {"cap": 2})

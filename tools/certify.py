@@ -135,7 +135,9 @@ def certify_loss(loss: Loss) -> Report:
     }
     for what, how in ways.items():
         moved = change(step(loss, batch, logp_T, **how)[1], gradient_T)
-        report.add(moved < 1e-9, f"does not depend on {what}", f"the gradient changes by {moved:.1e}")
+        details = f"the gradient changes by {moved:.1e} of its largest value"
+        details += ": does it divide by something that a micro-batch has?" if moved > 1e-9 else ""
+        report.add(moved < 1e-9, f"does not depend on {what}", details)
     # 2. The gradient where the policy is still the sampler.
     trained_T = mask_T & (adv_T != 0)
 
@@ -160,6 +162,7 @@ def certify_loss(loss: Loss) -> Report:
     kind = [what for what, mean_N in means.items() if change(weight_N, mean_N) < 1e-6]
     details = f"weight {weight_N.min():.3g} to {weight_N.max():.3g}, {(kind or ['no mean that is known'])[0]}"
     details += f", depends on {' and '.join(depends)}" if depends else ""
+    details += ": is the ratio not detached?" if "logp" in depends else ""
     report.add(bool(kind) and not depends, "where logp = old_logp it is REINFORCE", details)
     still_T = mask_T & (adv_T == 0)
     moved = step(loss, batch, old_T)[1][still_T].abs().max().item()
@@ -176,14 +179,17 @@ def certify_loss(loss: Loss) -> Report:
     moved = change(torch.tensor(found, dtype=torch.float64), gradient_T[at])
     details = "yes" if moved < 1e-4 else f"no, by {moved:.2g}: something is detached, as in REINFORCE"
     report.add(None, "the gradient is the derivative of the loss", details)
-    # 4. Rollouts.
-    small, large = (make_batch(sizes, [1.0] * len(sizes)) for sizes in ([4, 16], [4, 16] * 2))
-    ratio = (step(loss, large, large["old_logp"])[1].sum() / step(loss, small, small["old_logp"])[1].sum()).item()
-    report.add(abs(ratio - 1) < 1e-9, "a step does not grow with the rollouts", f"twice as many: {ratio:.3g} times")
-    forked = make_batch([8, 4, 4], [1.0] * 3, share=[1.0, 0.5, 0.5])
-    one, *two = (x_L.sum().item() for x_L in step(loss, forked, forked["old_logp"])[1].split(forked["lens"]))
-    ratio = sum(two) / one if one else math.nan
-    report.add(abs(ratio - 1) < 1e-9, "a rollout that forked weighs as much as one that did not", f"{ratio:.3g} times")
+    # 4. Rollouts, of which nothing can be said if their tokens' weights depend on what they are.
+    if not depends:
+        small, large = (make_batch(sizes, [1.0] * len(sizes)) for sizes in ([4, 16], [4, 16] * 2))
+        ratio = (step(loss, large, large["old_logp"])[1].sum() / step(loss, small, small["old_logp"])[1].sum()).item()
+        report.add(abs(ratio - 1) < 1e-9, "a step does not grow with the rollouts", f"twice as many: {ratio:.3g} times")
+        forked = make_batch([8, 4, 4], [1.0] * 3, share=[1.0, 0.5, 0.5])
+        one, *two = (x_L.sum().item() for x_L in step(loss, forked, forked["old_logp"])[1].split(forked["lens"]))
+        ratio = sum(two) / one if one else math.nan
+        report.add(
+            abs(ratio - 1) < 1e-9, "a rollout that forked weighs as much as one that did not", f"{ratio:.3g} times"
+        )
     # 5. Tokens that none of our samplers drew, and extremes.
     mixed = batch | {"old_logp": torch.where(torch.arange(len(old_T)) % 5 == 0, math.nan, old_T)}
     drawn_T = mask_T & ~mixed["old_logp"].isnan()
@@ -201,13 +207,14 @@ def certify_loss(loss: Loss) -> Report:
     for adv, curve in push_curves(loss).items():
         sign = "A > 0" if adv > 0 else "A < 0"
         wrong = spans(curve < -1e-9)
-        report.add(wrong == "none", f"{sign}: no ratio pushes the wrong way", f"it does at {wrong}")
+        report.add(wrong == "none", f"{sign}: ratios that push the wrong way", wrong)
         is_zero = curve == 0
         low, high = is_zero[[0, -1]]  # of the ratios
         is_clipped_too_late = high and not low if adv < 0 else low and not high
         some = ", ".join(f"{np.interp(r, RATIOS, curve):.3g} at {r}" for r in (0.2, 0.9, 1, 1.1, 2, 10))
-        details = f"clipped at {spans(is_zero)}; weight {some}"
-        report.add(not is_clipped_too_late, f"{sign}: no clip on the way back alone", details)
+        details = f"at {spans(is_zero)}; weight, relative to that at 1: {some}"
+        details += ": max in place of min?" if is_clipped_too_late else ""
+        report.add(not is_clipped_too_late, f"{sign}: clipped, if at all, where the ratio has gone with A", details)
     return report
 
 
@@ -276,7 +283,9 @@ def certify_advantage(advantage: Callable) -> Report:
     rises = [of(r_G + 0.5 * np.eye(8)[0])[0] - of(r_G)[0] for r_G in rng.random((100, 8))]
     report.add(min(rises) >= 0, "a higher reward has no lower advantage", f"0.5 more: {np.mean(rises):.2f} more")
     report.add(None, "sum of a group's advantages", f"{first.sum():.2g}")
-    report.add(None, "largest where all rewards are 0.7", f"{np.abs(of([0.7] * 8)).max():.2g}")
+    rest = np.abs(of([0.7] * 8)).max()
+    details = f"{rest:.2g}" + (": the baseline does not cancel a constant" if rest > 1e-9 else "")
+    report.add(None, "largest where all 8 rewards are 0.7", details)
     report.add(None, "all rewards 10 higher", f"changes it by {np.abs(of(rewards_G + 10) - first).max():.2g}")
     ratio = np.abs(of(2 * rewards_G)).sum() / np.abs(first).sum()
     report.add(None, "all rewards twice as large", f"{ratio:.2g} times as large")
@@ -298,11 +307,11 @@ def certify(name: str, args: dict) -> Report:
         given = [p for p in parameters if p.default is p.empty and p.kind in (0, 1)]  # by position
         if len(given) == 3:
             return certify_loss(Loss(name, args))
-        if len(given) == 2:
+        if len(given) == 2 and not args:
             return certify_advantage(function)
     except (ImportError, AttributeError, KeyError, TypeError) as e:  # no such function, field or argument
         raise ConfigError(f"{name}: {type(e).__name__}: {e}") from e
-    raise ConfigError(f"{name}: a loss has micro, logp_N and entropy_N, an advantage rewards_G and rollouts")
+    raise ConfigError(f"{name}: a loss has micro, logp_N, entropy_N, loss_args; an advantage rewards_G and rollouts")
 
 
 def draw(names: list[str], args: dict, out: Path):
@@ -346,4 +355,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except ConfigError as e:
-        sys.exit(f"error: {e}")
+        print(f"error: {e}", file=sys.stderr)
+        sys.exit(2)
