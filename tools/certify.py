@@ -187,9 +187,7 @@ def certify_loss(loss: Loss) -> Report:
         forked = make_batch([8, 4, 4], [1.0] * 3, share=[1.0, 0.5, 0.5])
         one, *two = (x_L.sum().item() for x_L in step(loss, forked, forked["old_logp"])[1].split(forked["lens"]))
         ratio = sum(two) / one if one else math.nan
-        report.add(
-            abs(ratio - 1) < 1e-9, "a rollout that forked weighs as much as one that did not", f"{ratio:.3g} times"
-        )
+        report.add(abs(ratio - 1) < 1e-9, "a rollout that forked weighs as much as another", f"{ratio:.3g} times")
     # 5. Tokens that none of our samplers drew, and extremes.
     mixed = batch | {"old_logp": torch.where(torch.arange(len(old_T)) % 5 == 0, math.nan, old_T)}
     drawn_T = mask_T & ~mixed["old_logp"].isnan()
