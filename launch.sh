@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash launch.sh config.toml [table.key=value ...] [--check] [--from outputs/run@73]
+# bash launch.sh config.toml [table.key=value ...] [--check | --from outputs/run@73]
 #     --check: look for what would spoil a run, train nothing. --from: begin where a run was after step 73
 # Sets up .venv on first use (--setup: only that), then launch.py runs all roles until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143

@@ -199,7 +199,7 @@ def test_permuted_and_running():
     advantages.BASELINES.clear()
     found = [advantages.running(np.full(4, x), group_of(R)).tolist() for x in (1.0, 0.0, 0.0)]
     assert found == [[0] * 4, [-1] * 4, pytest.approx([-(0.95**4)] * 4)]
-    group = group_of(R, state=[{"agent": "critic"}] * 4)
+    group = group_of(R, state=[{"rewarded": "critic"}] * 4)
     assert advantages.running(np.full(4, 0.5), group).tolist() == [0] * 4  # each agent has a baseline of its own
     cut = group_of(R, metrics=PARTS, state=[{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4)  # of zeroed rewards
     for wrong in (lambda: advantages.gdpo(np.array([0.0, 1.0, 0.0, 5.0]), cut), lambda: advantages.maxrl(-rewards, [])):

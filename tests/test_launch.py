@@ -258,7 +258,7 @@ def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
     """After a step that has no checkpoint: the steps that follow are the other run's, bit for bit."""
     loss = "trainer.loss=faults:loss"
     last = Run(tmp_path, models["untied"], loss, "--from", f"{undisturbed.dir}@9").end(2)
-    assert "lead to no state after step 9, only after: 0, 1, 2, 3" in last
+    assert "leads to no state after step 9, only after: 0, 1, 2, 3" in last
     run = Run(tmp_path, models["untied"], loss, "--from", f"{undisturbed.dir}@2")
     run.end(0)
     assert "fork: step 2 again" in run.text() and "fork: step 1 again" not in run.text()

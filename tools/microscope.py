@@ -21,13 +21,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from scipy.stats import binomtest, spearmanr
+from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
@@ -36,8 +36,8 @@ import trainer
 from configs.runtime.directory import run_directory
 from configs.runtime.machine import look_around
 from configs.runtime.role import ConfigError, run_role, say
-from configs.serving.flags import as_flags, server_options
 from env import load_environment
+from launch import COMMON, KILLED_WITH_PARENT, plan
 from tools.compare import interval, p_value, parse_arm
 from tools.fork import reachable
 from tools.show import run_with, with_interval
@@ -45,21 +45,19 @@ from tools.show import run_with, with_interval
 SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 
-def snapshot(policy, optimizer) -> tuple[dict, dict]:
-    """Copies of what a step changes."""
-    weights = {name: p.detach().clone() for name, p in policy.trained().items()}
-    moments = {name: optimizer.state[p] for name, p in policy.trained().items() if p in optimizer.state}
-    return weights, {name: {key: x.clone() for key, x in state.items()} for name, state in moments.items()}
+def snapshot(policy, optimizer) -> dict:
+    """A copy of what a step changes."""
+    return tree_map(lambda x: x.detach().clone(), trainer.state_of(policy, optimizer))
 
 
-def optimizer_at(policy, t, kept: tuple[dict, dict]):
+def optimizer_at(policy, t, kept: dict):
     """An optimizer of these settings, and the policy, in the state that was kept."""
-    weights, moments = kept
     optimizer = trainer.make_optimizer(policy, t)
     for name, p in policy.trained().items():
-        p.data.copy_(weights[name])
-        if name in moments:
-            optimizer.state[p] = {key: x.clone() for key, x in moments[name].items()}
+        p.data.copy_(kept["policy"][name])
+        if name in kept["optimizer"]:
+            optimizer.state[p] = {key: x.clone() for key, x in kept["optimizer"][name].items()}
+    policy.extra = {name: x.clone() for name, x in kept["extra"].items()}
     return optimizer
 
 
@@ -68,8 +66,8 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
-    """adv_T of a batch file by another function, from what its sequences say of their rollouts: reward, num_turns and
-    num_tokens, but neither metrics nor state."""
+    """adv_T of a batch file by a function, from what its sequences say of their rollouts: reward, num_turns and
+    num_tokens, but neither metrics nor state. 0 for demonstrations."""
     batch = trainer.load_batch(path)
     with safe_open(path, "pt") as file:
         infos = json.loads(file.metadata()["sequences"])
@@ -77,17 +75,15 @@ def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
     groups = defaultdict(dict)
     sequences = []
     for info, mask_L, turn_L in zip(infos, mask_T.split(batch.lens), batch.fields["turn"].split(batch.lens)):
-        about = {key: info[key] for key in ("env", "example", "group", "attempt", "rollout", "num_turns", "num_tokens")}
-        r = groups[info["env"], info["group"], info["attempt"]].setdefault(
-            info["rollout"], orchestrator.Rollout(**about)
-        )
-        r.reward = info["reward"]
-        r.state.setdefault("agent_rewards", {})[info["agent"]] = info["reward"]
-        adv_L = np.zeros(len(mask_L), np.float32)
-        sequences.append(
-            orchestrator.Sequence(mask=mask_L.numpy(), turn=turn_L.numpy(), adv=adv_L, agent=info["agent"])
-        )
-        r.sequences.append(sequences[-1])
+        s = orchestrator.Sequence(mask=mask_L.numpy(), turn=turn_L.numpy(), agent=info["agent"])
+        s.adv = np.zeros(len(mask_L), np.float32)
+        sequences.append(s)
+        if "group" in info:
+            about = {name: info[name] for name in ("env", "example", "group", "attempt", "rollout", "reward")}
+            new = orchestrator.Rollout(**about, num_turns=info["num_turns"], num_tokens=info["num_tokens"])
+            r = groups[info["env"], info["group"], info["attempt"]].setdefault(info["rollout"], new)
+            r.state.setdefault("agent_rewards", {})[s.agent] = info["reward"]
+            r.sequences.append(s)
     for group in groups.values():
         orchestrator.add_advantages([*group.values()], advantage)
     return torch.from_numpy(np.concatenate([s.adv for s in sequences]))
@@ -104,10 +100,10 @@ def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -
     mask_T, adv_T = batch.fields["mask"], batch.fields["adv"]
     step_T = (after_T - before_T) * mask_T
     right, wrong = (step_T[mask_T & is_so_T].mean().item() for is_so_T in (adv_T > 0, adv_T < 0))
-    steps_S = [step_L.sum().item() for step_L in step_T.split(batch.lens)]
-    advs_S = [
-        adv_L.max().item() + adv_L.min().item() for adv_L in adv_T.split(batch.lens)
-    ]  # it is 0 but at loss tokens
+    steps_S, advs_S = [], []
+    for step_L, adv_L, mask_L in zip(*(x_T.split(batch.lens) for x_T in (step_T, adv_T, mask_T))):
+        steps_S.append(step_L.sum().item())
+        advs_S.append(adv_L[mask_L].mean().item())
     found = {"agreement": float(spearmanr(steps_S, advs_S).statistic)}
     return found | {"right": right, "wrong": wrong, "kl": trainer.k3(step_T[mask_T]).mean().item()}
 
@@ -135,7 +131,6 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
     loop.set_default_executor(ThreadPoolExecutor(256))
     found = {name: {key: [] for key in SHOWN} for name in arms}
     version = -1
-    syncs = count()
     for state in chosen:
         # 1. To the state: from a checkpoint, and by the run's own steps.
         if version < starts[state]:
@@ -153,13 +148,13 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
         # 2. A step of each arm, and what has come of it.
         for name, arm in arms.items():
             batch = trainer.load_batch(path_of(run, state))
-            if arm.orchestrator.advantage != base.orchestrator.advantage:
-                advantage = configs.find(arm.orchestrator.advantage, orchestrator.ADVANTAGES)
-                batch.fields["adv"] = advantages_of(path_of(run, state), advantage)
+            if arm.orchestrator.advantage != base.orchestrator.advantage:  # what a teacher has added stays
+                for sign, o in ((-1, base.orchestrator), (1, arm.orchestrator)):
+                    function = configs.find(o.advantage, orchestrator.ADVANTAGES)
+                    batch.fields["adv"] += sign * advantages_of(path_of(run, state), function)
             numbers, _ = trainer.train_step(policy, optimizer_at(policy, arm.trainer, kept), batch, state, arm)
-            number = next(syncs)
-            trainer.sync_weights(sender, policy, number, cfg, batch)
-            line = {"state": state, "arm": name, "reward": loop.run_until_complete(evaluate(cfg, envs, number))}
+            trainer.sync_weights(sender, policy, state + 1, cfg, batch)
+            line = {"state": state, "arm": name, "reward": loop.run_until_complete(evaluate(cfg, envs, state + 1))}
             line |= {"entropy": numbers["policy/entropy"]} | moved(later, before_T, score(policy, later, base))
             with open(out / "states.jsonl", "a") as file:
                 file.write(json.dumps(line) + "\n")
@@ -196,7 +191,6 @@ def main(argv: list[str]):
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
     args = parser.parse_intermixed_args(argv)
     out = (args.out or args.run / "microscope").resolve()
-    (out / "checkpoints").mkdir(parents=True)  # an earlier one is not overwritten
     starts = {state: start for state, start in reachable(args.run).items() if path_of(args.run, state + 1).exists()}
     states = sorted(state for state in starts if path_of(args.run, state).exists())
     if not states:
@@ -204,17 +198,21 @@ def main(argv: list[str]):
     chosen = sorted({states[round(i)] for i in np.linspace(0, len(states) - 1, args.states)})
     file = args.run / "config.toml"
     arms = {name: configs.load_config(file, [*args.overrides, *own]) for name, own in map(parse_arm, args.arm)}
-    given = [*args.overrides, f"output_dir={json.dumps(str(out.parent))}", f"run_name={json.dumps(out.name)}"]
-    machine = look_around(configs.load_config(file, given), [], "")
-    os.environ["ROLEMODEL_OVERRIDES"] = f"inference.urls = ['http://127.0.0.1:{machine.ports[0]}']"
-    if len(machine.gpus) == 1:  # which both share
-        os.environ["ROLEMODEL_OVERRIDES"] += "\ntrainer.sync_backend = 'gloo'"
+    for arm in arms.values():
+        configs.find(arm.trainer.loss, trainer.LOSSES)
+    given = [f"output_dir={json.dumps(str(out.parent))}", f"run_name={json.dumps(out.name)}", "trainer.gpus=1"]
+    given += ["inference.urls=[]", *args.overrides]
     cfg = configs.load_config(file, given)
-    options = server_options(cfg, configs.served_name(cfg), bool(machine.gpus), len(machine.gpus) == 1)
-    command = os.environ.get("SERVER", "").split() or [sys.executable, "-m", "configs.serving.server"]
-    command = ["setpriv", "--pdeathsig", "KILL", *command, *as_flags(options), "--port", str(machine.ports[0])]
+    given.append(f"inference.gpus={cfg.inference.args['tensor_parallel_size']}")
+    for part in ("checkpoints", "tmp"):
+        (out / part).mkdir(parents=True)  # an earlier one is not overwritten
+    os.environ["ROLEMODEL_RUN_ID"] = out.name
+    roles = {role.name: role for role in plan(cfg, look_around(configs.load_config(file, given), [], str(out / "tmp")))}
+    os.environ.update(COMMON | os.environ | roles["trainer"].env)
+    cfg = configs.load_config(file, given)  # with the server's address
+    env = os.environ | roles["inference"].env
     with open(out / "inference.log", "w") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log)
+        server = subprocess.Popen([*KILLED_WITH_PARENT, *roles["inference"].argv], env=env, stdout=log, stderr=log)
     try:
         text = summary(examine(args.run, cfg, arms, chosen, starts, out))
     finally:
