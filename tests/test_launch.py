@@ -284,11 +284,12 @@ def test_one_step_under_the_microscope(undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_hung_and_out_of_disk(models, fake_servers, tmp_path):
-    """The first run sends adapters, which each version's requests name."""
+    """The first run sends adapters, which each version's requests name, to a server of its own: another one may have
+    another run's weights below them."""
     how = (models["untied"], f'inference.urls=["{fake_servers()}"]')
     name = {"ROLEMODEL_RUN_ID": "run"}
     hasty = ("watchdog=6", "orchestrator.generation_timeout=5", "trainer.use_lora=true", "trainer.dtype=bf16")
-    run = Run(tmp_path, *how, *hasty, **name)
+    run = Run(tmp_path, models["untied"], *hasty, **name)
     run.wait_for((run.dir / "batches" / "step_000001.safetensors").exists)
     assert {path.name for path in run.dir.glob("adapters/*")} >= {"run-v0", "run-v1"}
     run.kill("orchestrator", signal.SIGSTOP)

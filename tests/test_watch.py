@@ -106,14 +106,14 @@ def test_an_evaluation_that_loses_rollouts_is_no_better_one(write, capfd):
 
 def test_a_run_that_is_done(write, capfd):
     """The gain is paired: rows 0.0 and 0.1 became 0.1 and 0.3, a mean difference of 0.15 with a
-    deviation of 0.0707, so 1.96 * 0.0707 / sqrt(2) to both sides."""
+    deviation of 0.0707, so by Student 12.7 * 0.0707 / sqrt(2) to both sides."""
     run = write(range(12), "show_every=5")
     (run / "rollouts.jsonl").write_text((run / "rollouts.jsonl").read_text().replace("so", r"\u001b[2Jso"))
     (run / "done").write_text("60")
     watch.main([str(run)])
     out = capfd.readouterr().out
     assert "rollout of step 5: task, row 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
-    assert "result: task: reward 0.200 +- 0.196, gain 0.150 +- 0.098 in 10 steps\n" in out
+    assert "result: task: reward 0.200 +- 1.271, gain 0.150 +- 0.635 in 10 steps\n" in out
     assert "geheim" not in out
 
 
