@@ -10,7 +10,7 @@ from scripted import play
 
 from configs.environments.echo import echo
 from configs.environments.judge import Judge, JudgeRubric
-from configs.environments.parsers import Parser, ThinkParser, XMLParser, extract_boxed_answer
+from configs.environments.parsers import XMLParser, extract_boxed_answer
 from configs.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
 from configs.environments.scoring import score
 from configs.environments.tools import ToolEnv
@@ -97,13 +97,7 @@ def test_xml():
     assert reward(says(f"{text} and more")) == 0.5 == reward(says(f"{once}<think>so</think>"))
 
 
-def test_thoughts_and_boxes():
-    parser = ThinkParser()
-    assert parser.parse("<think>x</think>\nIt is 4 ") == "It is 4" and parser.parse("<think>unfinished 4") == ""
-    texts = {"<think>a</think>b": 1.0, "<think>a</think>": 0.0, "b": 0.0, "a</think>b": 0.0}
-    assert {text: parser.get_format_reward_func()(says(text)) for text in texts} == texts
-    assert ThinkParser(prompt_opens_thought=True).follows_format("a</think>b") == 1.0
-    assert Parser(int).parse_answer(says("1", " 2")) == 2 and Parser().parse_answer([]) is None
+def test_boxes():
     boxes = {r"\boxed{1} \boxed{\frac{1}{2}}": r"\frac{1}{2}", r"\boxed{1} \boxed{2": "1", r"\boxed{\}}": r"\}"}
     assert {text: extract_boxed_answer(text) for text in boxes} == boxes and extract_boxed_answer("none") == "none"
 

@@ -19,11 +19,11 @@ from configs import load_config
 from configs.models import toy
 from configs.models.demonstrations import tokenize_conversation
 from configs.runtime.role import ConfigError
-from configs.tasks import gsm8k, judge_style, math_python, reverse_distill, wiki_search, wordle
+from configs.tasks import gsm8k, judge_style, math_python, reverse_distill, wiki_search
 from configs.tasks import reasoning_gym as rg
 from env import load_environment
 
-TOYS = "alphabet_sort gsm8k judge_style math_python reasoning_gym reverse_text reverse_vf wiki_search wordle".split()
+TOYS = "alphabet_sort gsm8k judge_style math_python reasoning_gym reverse_text reverse_vf wiki_search".split()
 
 
 def test_every_configuration_loads():
@@ -43,9 +43,8 @@ def test_toys_fit_their_configuration(name):
     tokenizer = toy.make_tokenizer(getattr(task, "TOKENS", ()))
     talks = task.demonstrations(256)
     assert len(talks) == 256 and talks == task.demonstrations(256)
-    if name != "wordle":  # whose first question is always the same
-        asked = {message["content"] for talk in talks for message in talk}
-        assert not asked & {row["question"] for row in env.eval_dataset}
+    asked = {message["content"] for talk in talks for message in talk}
+    assert not asked & {row["question"] for row in env.eval_dataset}
     for talk in talks:
         (s,) = tokenize_conversation(tokenizer, talk)  # one: what was said is part of each later prompt
         assert len(s.tokens) < cfg.run.max_seq_len and tokenizer.unk_token_id not in s.tokens
@@ -139,29 +138,6 @@ def test_math_python(tmp_path):
     assert texts(state["completion"], "tool") == ["3"] and (reward, metrics["tool_calls"]) == (1, 1)
     state, reward, _ = play(env, env.dataset[2], *[call] * 4)
     assert reward == 0 and state["turn"] == 4  # what a tool printed is not an answer
-
-
-MARKS = {  # the last e of eerie is in its place in there; of the others only the first is elsewhere
-    ("eerie", "there"): "YXYXG", ("allee", "apple"): "GYXXG", ("array", "radar"): "YYYGX", ("crane", "ghost"): "XXXXX",
-    ("sassy", "glass"): "YYXGX", ("level", "hello"): "YGXXY",
-}  # fmt: skip
-
-
-def test_wordle():
-    assert {pair: wordle.marks(*pair) for pair in MARKS} == MARKS
-    env = wordle.load_environment()
-    row = {"question": "6 left", "answer": "apple"}
-    state, reward, metrics = play(env, row, "<guess>crane</guess>", "<guess> AMPLE </guess>", "<guess>apple</guess>")
-    assert texts(state["completion"], "user") == ["XXYXG 5 left", "GXGGG 4 left"] and state["turn"] == 3
-    assert metrics == {"solved": 1.0, "best_greens": 1.0, "turns_left": 0.6, "format_reward": 1.0}
-    assert reward == pytest.approx(1 + 0.2 + 0.2 * 0.6 + 0.2)
-    bad = ["apples", "appl\u00e9", "12345", "ample"]
-    state, _, metrics = play(env, row, "", "apple", *(f"<guess>{word}</guess>" for word in bad))
-    assert texts(state["completion"], "user")[-1] == "bad guess 1 left" and state["turn"] == 6
-    assert metrics == {"solved": 0, "best_greens": 0.8, "turns_left": 0, "format_reward": pytest.approx(4 / 6)}
-    env = wordle.load_environment(use_think=True)
-    assert play(env, row, "<think>not <guess>crane</guess></think>\n<guess>apple</guess>")[2]["solved"] == 1
-    assert play(env, row, "<guess>apple</guess>")[2]["format_reward"] < 1
 
 
 def test_wiki_search(tmp_path):
@@ -264,7 +240,6 @@ def test_a_model_is_made_again_if_its_task_has_changed(quick, monkeypatch):
         return work / "final"
 
     monkeypatch.setattr(toy, "warm_up", warm_up)
-    monkeypatch.setattr(toy, "report_rates", lambda *_: None)
     for text in (QUICK, QUICK + "\n"):
         monkeypatch.delitem(sys.modules, "quick", raising=False)
         file.write_text(text)
@@ -283,6 +258,6 @@ def test_a_model_is_warmed_up(script, size, quick):
     env = os.environ | {"SHAPE": "toy"}
     command = [sys.executable, f"configs/models/{script}.py", toml]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert done.returncode == 0 and " of 64 unseen demonstrations are" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and (model / "made_from").exists(), done.stdout + done.stderr
     assert len(transformers.AutoTokenizer.from_pretrained(model)) == size
     assert transformers.AutoModelForCausalLM.from_pretrained(model).config.vocab_size == size

@@ -7,10 +7,8 @@ import sqlite3
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from conftest import ROOT, lines, write_batches
-from safetensors.numpy import save_file
+from conftest import ROOT, lines
 
 from configs import to_toml
 from tools import page, plot, watch
@@ -75,8 +73,8 @@ def printed(capfd, start):
     ({"group/flat": 40}, "83% of the groups have no gradient"),
     ({"rollout/truncated": 0.6}, "60% of the rollouts are cut off: raise orchestrator.sampling.max_tokens"),
     ({"rollout/errors": 10}, "10% of the rollouts are lost"),
-    ({"policy/kl_staleness0": 0.001, "policy/kl_staleness2": 0.09}, ""),  # it grows with staleness, as it must
-    ({"policy/kl_staleness0": 0.01, "policy/kl_staleness2": 0.2}, "KL(sampler || policy) is 0.20 nats for rollouts 2"),
+    ({"policy/kl_sampler": 0.09}, ""),
+    ({"policy/kl_sampler": 0.2}, "KL(sampler || policy) is 0.20 nats per token: lower trainer.learning_rate"),
     ({"time/wait_batch_s": 0.6}, "the trainer waits 60% of the time for rollouts: raise inference.gpus"),
 ])  # fmt: skip
 def test_a_warning_names_the_key_to_change(numbers, warning, write, capfd):
@@ -88,8 +86,8 @@ def test_a_warning_names_the_key_to_change(numbers, warning, write, capfd):
 def test_a_warning_comes_again_only_if_its_cause_had_gone_and_not_for_a_single_step(write, capfd):
     for ten, share in ((range(20), 0.9), (range(20, 30), 0.1), (range(30, 40), 0.9)):
         run = write(ten, **{"rollout/truncated": share})
-    write([40], **{"policy/kl_staleness0": 5.0})
-    write(range(41, 50), **{"rollout/truncated": 0.9, "policy/kl_staleness0": 0.001})
+    write([40], **{"policy/kl_sampler": 5.0})
+    write(range(41, 50), **{"rollout/truncated": 0.9, "policy/kl_sampler": 0.001})
     watch.main([str(run), "--once"])
     assert [row.split(":")[1] for row in printed(capfd, "warning: ")] == [" steps 0 to 9", " steps 30 to 39"]
 
@@ -112,7 +110,7 @@ def test_a_run_that_is_done(write, capfd):
     (run / "done").write_text("60")
     watch.main([str(run)])
     out = capfd.readouterr().out
-    assert "rollout of step 5: task, row 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
+    assert "=== step 5, task, row 1, rollout 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
     assert "result: task: reward 0.200 +- 1.271, gain 0.150 +- 0.635 in 10 steps\n" in out
     assert "geheim" not in out
 
@@ -132,26 +130,6 @@ def test_an_adapter_is_served_as_the_run_served_it(write, capfd):
 
 
 # --- what it writes ---------------------------------------------------------------------------------------------------
-
-
-def test_the_kl_is_of_the_sampled_tokens_of_each_staleness(write):
-    """By hand: exp(x) - 1 - x for x = 0.1 and 0.2. A demonstration, which nothing sampled, has none."""
-    logp = []
-
-    def change(sequences):
-        for i, s in enumerate(sequences):
-            s.info["staleness"] = i % 2
-            logp.append(np.where(s.mask, s.old_logp + 0.1 * (1 + i % 2), 0))
-        sequences[4].old_logp[:] = np.nan
-        del sequences[4].info["staleness"]
-
-    run = write([0])
-    write_batches(run / "batches", 1, change)
-    save_file({"logp": np.concatenate(logp).astype(np.float32)}, run / "batches" / "logp_000000.safetensors")
-    watch.main([str(run), "--once"])
-    (line,) = lines(run / "watch.jsonl")
-    assert line["policy/kl_staleness0"] == pytest.approx(0.005171, rel=1e-3)
-    assert line["policy/kl_staleness1"] == pytest.approx(0.021403, rel=1e-3)
 
 
 def test_each_environment_of_a_mix_has_its_numbers(write):

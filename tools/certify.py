@@ -317,12 +317,10 @@ def certify(name: str, args: dict) -> Report:
 
 def draw(names: list[str], args: dict, out: Path):
     """A picture of push_curves."""
-    import matplotlib  # as in tools/plot.py
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained", sharey=True)
+    fig = Figure(figsize=(13, 4.5), layout="constrained")
+    axes = fig.subplots(1, 2, sharey=True)
     for name, style in zip(names, cycle(STYLES)):
         for axis, curve in zip(axes, push_curves(Loss(name, args)).values()):
             axis.plot(RATIOS, curve, **style, markevery=20, markersize=4, label=name)

@@ -1,6 +1,6 @@
 """Draws the curves of a run: python tools/plot.py outputs/run [more runs, or replays ...] [--out FILE.png]
 
-It writes curves.png into the first run: evaluation, reward, KL by staleness, entropy, canary, time. Color, line and
+It writes curves.png into the first run: evaluation, reward, KL, entropy, canary, time. Color, line and
 marker tell runs apart, also for color-blind readers and on paper. watch.py draws a picture after each evaluation."""
 
 import math
@@ -21,7 +21,7 @@ STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#d55e00", "linestyle": ":", "marker": "s"},
     {"color": "#cc79a7", "linestyle": (0, (5, 5)), "marker": "D"},
 ]
-# HACK HERE: any key of metrics.jsonl can have a panel; a new row needs another number in plt.subplots.
+# HACK HERE: any key of metrics.jsonl can have a panel; a new row needs another number in fig.subplots.
 # {metric: (row, column, title)}
 PANELS = {
     "reward/mean": (0, 1, "training reward"),
@@ -61,15 +61,6 @@ def draw_spread(axis, metrics: list[dict]):
         axis.fill_between(values(known, "version"), low, high, color="0.85", label="10th to 90th percentile")
 
 
-def draw_staleness(axis, metrics: list[dict]):
-    """KL by staleness, if the run has rollouts of more than one."""
-    keys = sorted({key for line in metrics for key in line if key.startswith("policy/kl_staleness")})
-    if len(keys) > 1:
-        for key, linestyle in zip(keys, cycle([":", "--", "-."])):
-            label = f"{key.removeprefix('policy/kl_staleness')} versions old"
-            axis.plot(values(metrics, "version"), values(metrics, key), linestyle=linestyle, color="0.4", label=label)
-
-
 def draw_time(axis, metrics: list[dict]):
     """The parts of a step, one above the other."""
     parts = [[line.get(f"time/{name}_s", 0.0) for line in metrics] for name in PARTS]
@@ -78,12 +69,10 @@ def draw_time(axis, metrics: list[dict]):
 
 def draw(runs: list[Path]):
     """Returns a figure with all panels."""
-    import matplotlib  # not above: others import this file for its styles
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    fig, axes = plt.subplots(2, 3, figsize=(13, 6.5), layout="constrained")
+    fig = Figure(figsize=(13, 6.5), layout="constrained")
+    axes = fig.subplots(2, 3)
     for run, style in zip(runs, cycle(STYLES)):
         metrics = read(run)
         versions = values(metrics, "version")
@@ -92,7 +81,6 @@ def draw(runs: list[Path]):
             draw_time(axes[1, 2], metrics)
         if len(runs) == 1:
             draw_spread(axes[0, 1], metrics)
-            draw_staleness(axes[0, 2], metrics)
         look = style | {"markevery": max(1, len(metrics) // 8), "markersize": 4, "label": run.name}
         for key, (row, column, _) in PANELS.items():
             axes[row, column].plot(versions, values(metrics, key), **look)
@@ -112,12 +100,9 @@ def draw(runs: list[Path]):
 
 def save(fig, out: Path):
     """Writes by a rename: a reader never sees half a picture."""
-    import matplotlib.pyplot as plt
-
     tmp = out.with_suffix(f".{os.getpid()}.tmp")
     fig.savefig(tmp, dpi=90, format="png")
     os.replace(tmp, out)
-    plt.close(fig)
 
 
 def plot(runs: list[Path], out: Path):

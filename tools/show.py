@@ -2,14 +2,9 @@
 
     python tools/show.py outputs/run                            # the last ten
     python tools/show.py outputs/run --groups --step 3          # the groups of a step: their rewards, what was dropped
-    python tools/show.py outputs/run --color advantage --row 7  # what was trained on, with colored tokens
     python tools/show.py outputs/run --evals --max-reward 0     # of evaluations, whose tokens are not kept
 
---color advantage: green tokens are reinforced, red ones discouraged. --color push: the same, but by the gradient that a
-token gets from the loss, which may clip it. --color diff: how far the trainer's log-probability is above the sampler's.
-There are three shades: of advantages and pushes the stronger ones begin at a third and two thirds of the largest in the
-batch, of differences at 0.001, 0.01 and 0.1 nats. Without colors (NO_COLOR, or no terminal) a token is followed by [++]
-or [-] instead. Tokens that were not sampled are dim. tools/page.py shows the same in a browser."""
+tools/page.py shows them in a browser, with what each token got."""
 
 import json
 import math
@@ -28,12 +23,6 @@ from scipy.special import stdtrit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
-GREEN = (194, 120, 40)  # backgrounds among the 256 colors, from pale to strong
-RED = (224, 210, 196)
-DIM = "\x1b[2m"
-PLAIN = "\x1b[0m"
-FIELDS = {"advantage": "adv", "push": "push", "diff": "diff"}  # of read_batch, by the name of --color
 
 # --- what other tools use as well -------------------------------------------------------------------------------------
 
@@ -227,55 +216,17 @@ def load_tokenizer(run: Path):
     return transformers.AutoTokenizer.from_pretrained(local if local.is_dir() else model)
 
 
-# --- colors -----------------------------------------------------------------------------------------------------------
-
-
-def has_colors() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-
-
-def shade_limits(color: str, rollouts: dict[tuple, list[dict]]) -> list[float]:
-    """Where the three shades begin in a batch."""
-    if color == "diff":
-        return [1e-3, 1e-2, 1e-1]
-    largest = max(s[FIELDS[color]].nan_to_num().abs().max().item() for found in rollouts.values() for s in found)
-    return [0.0, largest / 3, largest * 2 / 3]
-
-
-def paint(text: str, value: float, limits: list[float]) -> str:
-    level = sum(abs(value) > limit for limit in limits)
-    if not level:
-        return text
-    if not has_colors():
-        return f"{text}[{('+' if value > 0 else '-') * level}]"
-    shades = GREEN if value > 0 else RED
-    return f"\x1b[30;48;5;{shades[level - 1]}m{text}{PLAIN}"
-
-
-def colored(sequences: list[dict], color: str, limits: list[float], tokenizer) -> str:
-    """The training sequences of a rollout, a line for each, with colored tokens."""
-    text = ""
-    for s in sequences:
-        for token, old_logp, value in zip(s["tokens"].tolist(), s["old_logp"], s[FIELDS[color]].tolist()):
-            word = paint(printable(tokenizer.decode([token])), value, limits)
-            text += f"{DIM}{word}{PLAIN}" if has_colors() and old_logp.isnan() else word
-        text += "\n"
-    return text
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
 def chosen(args: Namespace) -> Iterator[dict]:
     """The lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With bounds a rollout must have a
-    reward, with colors it must have been trained on."""
+    reward."""
     wanted = {"step": args.step, "env": args.env, "example": args.row}
     wanted = {key: value for key, value in wanted.items() if value is not None}
     for line in Lines(args.run / ("eval_rollouts.jsonl" if args.evals else "rollouts.jsonl")).new():
         reward = line["reward"]
         if any(line[key] != value for key, value in wanted.items()):
-            continue
-        if args.color and (reward is None or line["dropped"]):
             continue
         if args.min_reward is not None and (reward is None or reward < args.min_reward):
             continue
@@ -299,27 +250,17 @@ def group_table(lines: Iterator[dict], num: int) -> str:
     return "\n".join([head, *table, ""])
 
 
-def as_text(line: dict, tokens: str) -> str:
-    """A rollout with its heading: its colored tokens if there are any, otherwise its messages."""
+def as_text(line: dict, most: int = 0) -> str:
+    """A rollout with its heading. most: characters of a message, whose middle is left out; 0: all."""
     text = f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['rollout']}: {summary(line)}"
     text += ", cut off" if line["truncated"] else ""
     text += f", dropped: {line['dropped']}" if line["dropped"] else ""
-    if tokens:
-        return f"{text}\n{tokens}\n"
     for message in as_messages(line["prompt"]) + as_messages(line["completion"]):
-        text += f"\n[{message['role']}] {printable(text_of(message))}"
-    return f"{text}\n[expected answer] {printable(str(line['answer']))}\n\n"
-
-
-def rollouts_as_text(lines: list[dict], run: Path, color: str | None) -> str:
-    text = ""
-    tokenizer = load_tokenizer(run) if color else None
-    for step, of_step in groupby(lines, key=lambda line: line["step"]):
-        rollouts = read_batch(run, step) if color else {}
-        limits = shade_limits(color, rollouts) if rollouts else []
-        for line in of_step:
-            text += as_text(line, colored(rollouts.get(rollout_key(line), ()), color, limits, tokenizer))
-    return text
+        content = text_of(message)
+        if most and len(content) > most:
+            content = f"{content[: most // 2]} [...] {content[-most // 2 :]}"
+        text += f"\n[{message['role']}] {printable(content)}"
+    return f"{text}\n[expected answer] {printable(str(line['answer']))}\n"
 
 
 def main(argv: list[str]):
@@ -333,14 +274,11 @@ def main(argv: list[str]):
     parser.add_argument("--n", type=int, default=10, help="rollouts, or groups, to show: 10")
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--evals", action="store_true")
-    parser.add_argument("--color", choices=FIELDS)
     args = parser.parse_args(argv)
     if args.groups:
         text = group_table(chosen(args), args.n)
     else:
-        newest = deque(chosen(args), maxlen=args.n)
-        text = rollouts_as_text(list(reversed(newest)), args.run, args.color)
-    os.environ.setdefault("LESS", "-R")
+        text = "\n".join(map(as_text, reversed(deque(chosen(args), maxlen=args.n))))
     pydoc.pager(text or "no such rollout")
 
 

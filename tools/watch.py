@@ -8,8 +8,8 @@ batches/, and prints what is new in a live run, or everything in one that is don
     warning:    what someone should change, and how; again only if its cause had disappeared in between
     time:       how much is left, and in the end where it went
     result:     what was learned, and how to serve and evaluate it
-It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, KL by staleness, and the numbers
-of each environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb, trackio or
+It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
+environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb, trackio or
 tensorboard get metrics and evaluations, the first two also a table of rollouts from every tenth batch. The numbers of
 batch n are filed under n + 1, the version that it made."""
 
@@ -29,7 +29,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs import load_config
@@ -43,10 +42,7 @@ PAUSE = 30  # seconds, at least, between two lines about the time left, and betw
 FLAT = 0.8  # of the groups: if more have no gradient, most of the sampling is wasted
 LOST = 0.05  # of the rollouts: if more are lost to errors, the others are no fair sample of the task
 CUT = 0.5  # of the rollouts: if more are cut off, rewards say little about what the policy can do
-# Nats per token. Engines with the same weights agree far better, to 0.001 in bf16; between versions, a KL of the second
-# size comes with importance weights that typically are off by half.
-SAME_KL = 0.05
-STALE_KL = 0.1
+KL = 0.1  # nats per token: importance weights are then typically off by half
 
 # --- can anything be learned? -----------------------------------------------------------------------------------------
 
@@ -105,21 +101,10 @@ def lost(lines: list[dict]) -> str:
 
 
 def mismatch(lines: list[dict]) -> str:
-    """Medians, since a single step may be far off. Rollouts of staleness 0 were sampled from the weights that a step
-    starts from; a step of several updates moves away from them."""
-    start = "policy/kl_staleness"
-    kl = {}
-    for key in set().union(*lines):
-        values = [line[key] for line in lines if key in line]
-        if key.startswith(start) and len(values) >= len(lines) / 2:
-            kl[int(key.removeprefix(start))] = float(np.median(values))
-    if kl.get(0, 0.0) > SAME_KL:
-        remedy = "trainer and vLLM disagree, unless updates_per_batch, minibatches or lora_dropout explain it"
-        return f"KL(sampler || policy) is {kl[0]:.2f} nats for rollouts of the same weights: {remedy}"
-    if kl and kl[max(kl)] > STALE_KL:
-        remedy = "lower orchestrator.max_staleness or trainer.learning_rate"
-        return f"KL(sampler || policy) is {kl[max(kl)]:.2f} nats for rollouts {max(kl)} versions old: {remedy}"
-    return ""
+    """The median, since a single step may be far off."""
+    kl = float(np.median([line.get("policy/kl_sampler", 0.0) for line in lines]))
+    remedy = "lower trainer.learning_rate or orchestrator.max_staleness, or see whether sync/dlogp_max has grown"
+    return f"KL(sampler || policy) is {kl:.2f} nats per token: {remedy}" if kl > KL else ""
 
 
 def starved(lines: list[dict]) -> str:
@@ -133,24 +118,6 @@ def starved(lines: list[dict]) -> str:
 WARNINGS = (flat, truncated, lost, mismatch, starved)
 
 # --- numbers that the run does not write ------------------------------------------------------------------------------
-
-
-def kl_by_staleness(run: Path, step: int) -> dict[str, float]:
-    """KL(sampler || policy) as k3, in nats, over the sampled tokens of each staleness."""
-    batch = run / "batches" / f"step_{step:06d}.safetensors"
-    if not batch.exists():  # a replay has its batches elsewhere
-        return {}
-    with safe_open(batch, "numpy") as file:
-        lens_S, mask_T, old_logp_T = (file.get_tensor(name) for name in ("lens", "mask", "old_logp"))
-        sequences = json.loads(file.metadata()["sequences"])
-    with safe_open(batch.with_name(f"logp_{step:06d}.safetensors"), "numpy") as file:
-        logp_T = file.get_tensor("logp")
-    is_sampled_T = mask_T & ~np.isnan(old_logp_T)
-    staleness_N = np.repeat([s.get("staleness", -1) for s in sequences], lens_S)[is_sampled_T]
-    log_r_N = (logp_T - old_logp_T)[is_sampled_T].astype(np.float64).clip(-20, 5)  # as trainer.compute_loss has it
-    k3_N = np.expm1(log_r_N) - log_r_N
-    versions = np.unique(staleness_N[staleness_N >= 0])
-    return {f"policy/kl_staleness{n}": float(k3_N[staleness_N == n].mean()) for n in versions}
 
 
 def percentiles(lines: list[dict]) -> dict[str, float]:
@@ -183,26 +150,6 @@ def grouped(lines: list[dict], *keys: str) -> list[list[dict]]:
 
 
 # --- what it prints ---------------------------------------------------------------------------------------------------
-
-
-def show_rollout(lines: list[dict], step: int, most: int = 600):
-    """Prints one rollout of a batch, with the parts of its reward."""
-    line = lines[step * 7919 % len(lines)]
-    score = line["error"] or "unscored"
-    if line["reward"] is not None:
-        parts = [f"{name} {value:.3g}" for name, value in line["metrics"].items()]
-        score = f"reward {line['reward']:.3f} ({', '.join(parts)})"
-    dropped = f", dropped: {line['dropped']}" if line["dropped"] else ""
-    text = f"rollout of step {step}: {line['env']}, row {line['example']}: {score}{dropped}"
-    for message in show.as_messages(line["prompt"]) + show.as_messages(line["completion"]):
-        content = show.text_of(message)
-        if len(content) > most:
-            content = f"{content[: most // 2]} [...] {content[-most // 2 :]}"
-        speaker = f"{message['role']}:"
-        for row in show.printable(content).split("\n"):
-            text += f"\nrollout | {speaker:>10} {row}"
-            speaker = ""
-    say(text)
 
 
 def commands(run: Path, cfg) -> list[str]:
@@ -395,7 +342,7 @@ class Watch:
         known = self.added.get(step, {})
         if known.get("time") != line["time"]:  # it is new, or trained again with rollouts that are known
             added = known | {"step": step, "time": line["time"]}
-            added |= percentiles(rollouts) | kl_by_staleness(self.run, step)
+            added |= percentiles(rollouts)
             environments = grouped(rollouts, "env")
             for mine in environments if len(environments) > 1 else ():
                 added |= {f"env/{mine[0]['env']}/{key}": value for key, value in numbers_of(mine).items()}
@@ -410,7 +357,7 @@ class Watch:
             for mine in grouped(rollouts, "env"):
                 judge(mine[0]["env"], grouped(mine, "group", "attempt"))
         if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
-            show_rollout(rollouts, step)
+            say(show.as_text(rollouts[step * 7919 % len(rollouts)], most=600))
         for part in ("step", "train", "wait_batch", "sync"):
             self.seconds[part] += line[f"time/{part}_s"]
         self.window.append(line)

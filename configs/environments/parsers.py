@@ -12,61 +12,10 @@ def assistant_texts(completion: Messages) -> list[str]:
     return [message.get("content") or "" for message in completion if message["role"] == "assistant"]
 
 
-class Parser:
-    """Parses the whole text with extract_fn. parse_answer parses the policy's last message; None means that there is no
-    answer."""
-
-    def __init__(self, extract_fn: Callable = str):
-        self.extract_fn = extract_fn
-
-    def parse(self, text: str):
-        return self.extract_fn(text)
-
-    def parse_answer(self, completion: Messages):
-        texts = assistant_texts(completion)
-        return self.parse(texts[-1]) if texts else None
-
-    def follows_format(self, text: str) -> float:
-        """Returns how well a text follows the format, from 0 to 1."""
-        return 1.0
-
-    def get_format_reward_func(self) -> Callable[[Messages], float]:
-        """Returns a reward function: the mean of follows_format over the policy's messages."""
-
-        def format_reward(completion: Messages) -> float:
-            texts = assistant_texts(completion)
-            return sum(map(self.follows_format, texts)) / max(len(texts), 1)
-
-        return format_reward
-
-
-class ThinkParser(Parser):
-    """Parses the text after </think>. Without it there is nothing to parse: an unfinished thought is no answer.
-
-    prompt_opens_thought: the chat template ends a prompt with <think>, as DeepSeek-R1's does, so that the policy never
-    writes it: the format then asks for none."""
-
-    def __init__(self, extract_fn: Callable = str, prompt_opens_thought: bool = False):
-        super().__init__(extract_fn)
-        self.prompt_opens_thought = prompt_opens_thought
-
-    def parse(self, text: str):
-        answer = text.rpartition("</think>")[2].strip() if "</think>" in text else ""
-        return self.extract_fn(answer)
-
-    def follows_format(self, text: str) -> float:
-        if self.prompt_opens_thought:
-            text = f"<think>{text}"
-        thought, end, answer = text.strip().partition("</think>")
-        is_thought = thought.startswith("<think>") and thought.count("<think>") == 1 and end != ""
-        return float(is_thought and answer.strip() != "" and "think>" not in answer)
-
-
-class XMLParser(Parser):
+class XMLParser:
     """Parses fields in XML tags. Tags in a tuple mean the same: XMLParser(["reasoning", ("code", "answer")])."""
 
-    def __init__(self, fields: Sequence[str | tuple], answer_field: str = "answer", extract_fn: Callable = str):
-        super().__init__(extract_fn)
+    def __init__(self, fields: Sequence[str | tuple], answer_field: str = "answer"):
         self.fields = [(field,) if isinstance(field, str) else field for field in fields]
         self.answer_field = answer_field
 
@@ -78,11 +27,12 @@ class XMLParser(Parser):
             found[tag] = contents[-1 if last else 0].strip() if contents else None
         return SimpleNamespace(**found)
 
-    def parse_answer(self, completion: Messages):
+    def parse_answer(self, completion: Messages) -> str | None:
+        """The answer field of the policy's last message that has one."""
         for text in reversed(assistant_texts(completion)):
             answer = getattr(self.parse(text, last=True), self.answer_field)
             if answer is not None:
-                return self.extract_fn(answer)
+                return answer
         return None
 
     def format(self, **values) -> str:
@@ -110,6 +60,15 @@ class XMLParser(Parser):
             patterns.append(rf"<(?P<t{i}>{tags})>(?:(?!</?(?P=t{i})>).)*</(?P=t{i})>")
         is_exact = num_once == len(self.fields) and re.fullmatch(r"\s*".join(patterns), text.strip(), re.DOTALL)
         return (num_once / len(self.fields) + bool(is_exact)) / 2
+
+    def get_format_reward_func(self) -> Callable[[Messages], float]:
+        """Returns a reward function: the mean of follows_format over the policy's messages."""
+
+        def format_reward(completion: Messages) -> float:
+            texts = assistant_texts(completion)
+            return sum(map(self.follows_format, texts)) / max(len(texts), 1)
+
+        return format_reward
 
 
 def extract_boxed_answer(text: str) -> str:

@@ -2,7 +2,8 @@
 
 import difflib
 
-from configs.environments.hub import download
+from datasets import load_dataset
+
 from configs.environments.parsers import XMLParser
 from env import Messages, Rubric, SingleTurnEnv, load_rows
 
@@ -19,6 +20,6 @@ def similarity(completion: Messages, answer: str) -> float:
 
 def load_environment(path="", num_eval=128) -> SingleTurnEnv:
     """path: JSON Lines with a column `prompt`; "" is the data set on Hugging Face. Its first rows are held out."""
-    found = load_rows(path) if path else download("PrimeIntellect/Reverse-Text-RL", "train")
+    found = load_rows(path) if path else load_dataset("PrimeIntellect/Reverse-Text-RL", split="train")
     rows = [{"question": row["prompt"], "answer": row["prompt"][::-1]} for row in found]
     return SingleTurnEnv(rows[num_eval:], rows[:num_eval], SYSTEM_PROMPT, Rubric([similarity]))
