@@ -38,7 +38,7 @@ def micro_of(old, adv, rows=None, **more):
     rows_N = torch.tensor(rows or [0] * len(old))
     micro = {"old_logp_N": old, "adv_N": adv, "row_N": rows_N, "ids_BW": torch.zeros(int(rows_N.max()) + 1, 8)}
     micro |= {"num_tokens": len(old), "num_sequences": len(rows_N.unique()), "max_tokens": 16, "prox_logp_N": old}
-    micro["share_N"] = torch.ones_like(old)
+    micro |= {"share_N": torch.ones_like(old), "is_sampled_N": ~old.isnan()}
     return micro | more
 
 
@@ -328,7 +328,7 @@ def test_a_teachers_advantage_is_over_the_policy_of_now(make_cfg):
     teacher_N, old_N, adv_N = (torch.tensor(x) for x in ([-1.0, -2.0, -0.5], [-1.5, -1.0, -1.0], [0.25, 0.0, 0.5]))
     logp_N = torch.tensor([-1.25, -1.5, -2.0], requires_grad=True)
     taught_N = torch.tensor([0.5, 0.5, math.nan])  # nan: a sequence of another source
-    micro = {"old_logp_N": old_N, "taught_N": taught_N, "num_tokens": 3}
+    micro = {"old_logp_N": old_N, "is_sampled_N": ~old_N.isnan(), "taught_N": taught_N, "num_tokens": 3}
     micro["adv_N"] = adv_N + (taught_N * (teacher_N - old_N)).nan_to_num()
     trainer.compute_loss(micro, logp_N, torch.zeros(3), make_cfg().trainer)[0].sum().backward()
     r_N = (logp_N - old_N).exp()

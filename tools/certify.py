@@ -82,6 +82,7 @@ def step(loss: Loss, batch: dict, logp_T: Tensor, parts=None, wider=0) -> tuple[
     the rows of each, padded by `wider` tokens more than needed. [] is that of a rank which has no rows in this pass."""
     lens = batch["lens"]
     fields = {name: x_T for name, x_T in batch.items() if name != "lens"}
+    fields["is_sampled"] = fields["mask"] & ~fields["old_logp"].isnan()
     starts = np.cumsum([0, *lens[:-1]])
     counts = {"num_tokens": int(fields["mask"].sum()), "max_tokens": MAX_TOKENS}
     counts["num_sequences"] = fields["share"][starts].sum().item()

@@ -71,7 +71,7 @@ def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
     batch = trainer.load_batch(path)
     with safe_open(path, "pt") as file:
         infos = json.loads(file.metadata()["sequences"])
-    mask_T = batch.fields["mask"] & ~batch.fields["old_logp"].isnan()
+    mask_T = batch.fields["is_sampled"]
     groups = defaultdict(dict)
     sequences = []
     for info, mask_L, turn_L in zip(infos, mask_T.split(batch.lens), batch.fields["turn"].split(batch.lens)):
