@@ -128,7 +128,7 @@ def write_batches(folder, steps=1, change=lambda sequences: None, **shape):
     for step in range(steps):
         sequences = make_sequences(seed=step, **shape)
         change(sequences)
-        info = {"run": {}, "step": step, "max_tokens": 16, "order": {}, "metrics": {}}
+        info = {"max_tokens": 16, "order": {}, "metrics": {}}
         save_batch(folder / f"step_{step:06d}.safetensors", sequences, info)
     return folder
 

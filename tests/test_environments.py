@@ -1,7 +1,8 @@
-"""What tasks import: tools, parsers, judges, rubrics, and scores without a server."""
+"""What tasks import: tools, parsers, judges and rubrics."""
 
 import asyncio
 import signal
+from contextlib import suppress
 from typing import Literal
 
 import pytest
@@ -12,7 +13,6 @@ from configs.environments.echo import echo
 from configs.environments.judge import Judge, JudgeRubric
 from configs.environments.parsers import XMLParser, extract_boxed_answer
 from configs.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
-from configs.environments.scoring import score
 from configs.environments.tools import ToolEnv
 from env import MultiTurnEnv, Rubric, SingleTurnEnv
 from orchestrator import Sequence
@@ -106,12 +106,14 @@ def test_boxes():
 
 
 def judged(reply, completion="fine", **options):
-    """A score, and the texts that the judge was asked."""
+    """A score, or None if there is none, and the texts that the judge was asked."""
     with PlainServer(lambda body: reply) as server:
         env = SingleTurnEnv(ROWS, rubric=JudgeRubric(base_url=server.url, sampling={"max_tokens": 9}, **options))
-        rewards = score(env, ROWS, [completion])
+        reward = None
+        with suppress(ValueError):
+            reward = play(env, ROWS[0], completion)[1]
     assert all((body["max_tokens"], body["temperature"]) == (9, 0.0) for body in server.bodies)
-    return rewards[0], [(body["model"], body["messages"][0]["content"]) for body in server.bodies]
+    return reward, [(body["model"], body["messages"][0]["content"]) for body in server.bodies]
 
 
 def test_a_judges_score_and_what_is_none():
@@ -180,28 +182,3 @@ def test_echo_imitates_what_others_say_after_the_first_turn():
     s = Sequence(tokens=[1, 2, 3, 4, 5], mask=[False, True, False, True, False])
     echo(SingleTurnEnv(ROWS), 0.25).add_fields({}, [s])
     assert s.adv.tolist() == [0, 0, 0.25, 0, 0.25]
-
-
-# --- scores without a server ------------------------------------------------------------------------------------------
-
-
-def test_scores_of_texts_conversations_and_groups(capsys):
-    def exact(completion, answer):
-        return {"4": 1.0, "5": None}.get(completion[-1]["content"], 0.0)
-
-    def first(completions):
-        return [float(i == 0) for i in range(len(completions))]
-
-    def system(prompt):
-        return float(prompt[0]["role"] == "system")
-
-    rubric = GroupRubric([exact, first, system], [1.0, 0.5, 4.0])
-    env = SingleTurnEnv(ROWS, system_prompt="Short.", rubric=rubric)
-    other = {"question": "new", "answer": "4"}
-    assert score(env, [*ROWS * 4, other], ["4", "4", "5", says("no", "4"), "4"]) == [5.5, 5.0, None, 5.0, 5.5]
-    assert "exact returned None" in capsys.readouterr().err
-
-    def broken(completions):
-        raise KeyError
-
-    assert score(SingleTurnEnv(ROWS, rubric=GroupRubric([broken])), ROWS, ["4"]) == [None]

@@ -1,4 +1,4 @@
-"""tools/show.py and tools/plot.py on a run's files: which tokens are shown, their gradients, intervals, curves."""
+"""tools/show.py and tools/plot.py on a run's files: which rollouts are shown, tokens' gradients, intervals, curves."""
 
 import json
 import math
@@ -38,7 +38,7 @@ def make_run(path, model="none", table=""):
         s.adv = np.float32(adv) * s.mask
     sequences[4].agent = "critic"
     sequences[4].old_logp[-1] = np.nan
-    info = {"run": {}, "step": 0, "max_tokens": 16, "order": {}, "metrics": {}}
+    info = {"max_tokens": 16, "order": {}, "metrics": {}}
     save_batch(path / "batches" / "step_000000.safetensors", sequences, info)
     logp = np.concatenate([np.nan_to_num(s.old_logp, nan=-1.0) + 0.5 * s.mask for s in sequences])
     save_file({"logp": logp.astype(np.float32)}, path / "batches" / "logp_000000.safetensors")

@@ -7,8 +7,8 @@
 A line per property: PASS, FAIL, or a number where more than one is right. The loss is called by trainer.compute_loss,
 on micro-batches by trainer.collate, and log-probabilities take the place of parameters.
 
-A token's weight is -d loss / d logp x num_tokens / A. With a mean over tokens that of REINFORCE is 1. Exit codes: 2 if
-it cannot be called so, 4 if a line says FAIL."""
+A token's weight is -d loss / d logp x num_tokens / A. Averaged over tokens, REINFORCE has weight 1. Exit codes: 2 if it
+cannot be called, 4 if a line says FAIL."""
 
 import inspect
 import math

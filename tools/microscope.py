@@ -5,10 +5,10 @@
 After it the same held-out rows are answered with the same random numbers, and the policy is scored on the run's next
 batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
 seeds is seen. An arm is a list of overrides of [trainer] and of orchestrator.advantage; the first is compared with each
-other one. One server serves all. States are where batches lead to (tools/fork.py): without checkpoints from the start.
+other one. One server serves all. States are reached by replaying batches (tools/fork.py) from checkpoints or the start.
 
-The numbers: reward, of the held-out rows; agreement, the rank correlation over the next batch's answers of how much
-likelier the step made each with its advantage there; kl, of before and after on the next batch, in nats per token;
+The numbers: reward, of the held-out rows; agreement, the rank correlation, over the next batch's answers, between the
+log-probability that the step added and the advantage; kl, of before and after on the next batch, in nats per token;
 entropy, on the batch of the step. states.jsonl has a line for each state and arm, also with right and wrong: by how
 much the tokens of answers with A > 0 and A < 0 became likelier, in nats."""
 

@@ -3,7 +3,7 @@
 It has the curves, the rows that were learned or unlearned between the first evaluation and the last, a table of groups,
 and the answers of a group side by side with every token's numbers. The page is one file that needs no server and no
 network, and can be sent by mail. Of a larger run than fits into about --mb megabytes it shows a sample: some groups of
-the first and the last step, then of steps in between. watch.py writes it after each evaluation.
+the first and the last step, then of steps in between. watch.py writes it when the run is done.
 
 Whatever a model wrote travels as compressed JSON, and page.js puts it into the page as text, never as markup."""
 

@@ -2,7 +2,7 @@
 
     python tools/show.py outputs/run                            # the last ten
     python tools/show.py outputs/run --groups --step 3          # the groups of a step: their rewards, what was dropped
-    python tools/show.py outputs/run --evals --max-reward 0     # of evaluations, whose tokens are not kept
+    python tools/show.py outputs/run --evals --max-reward 0     # of evaluations: those that earned nothing
 
 tools/page.py shows them in a browser, with what each token got."""
 

@@ -1,9 +1,9 @@
 """Follows a run, live or done, and says how it goes: python tools/watch.py outputs/run [--once] [--tracker NAME]
 
-launch.sh starts it beside a run, which does not need it. It reads metrics.jsonl, rollouts.jsonl, eval.jsonl and
-batches/, and prints what is new in a live run, or everything in one that is done:
+launch.sh starts it beside a run, which does not need it. It reads metrics.jsonl, rollouts.jsonl and
+eval.jsonl, and prints what is new in a live run, or everything in one that is done:
     check:      whether anything can be learned from the rollouts of the first batch
-    rollout     one from every show_every steps
+    === step    a rollout from one in every show_every steps
     eval        the gain of an evaluation over the first one, with 95 % intervals
     warning:    what someone should change, and how; again only if its cause had disappeared in between
     time:       how much is left, and in the end where it went

@@ -27,7 +27,7 @@ def steps(reverse, qwen3):
         "versions": ([sys.executable, "-c", versions], 2),
         "values": ([sys.executable, "tests/gpu/values.py"], 10),
         "tests": (["bash", "tests/run.sh", "--fast"], 15),
-        # A server with captured graphs must follow a sync as one without them does. 4: too hard for random weights.
+        # A server with captured graphs must follow a sync as one without does. Exit code 4: random weights.
         "check, with graphs": (launch(SHAPE, "graphs", "--check"), 8),
         "check, without": (launch(SHAPE, "eager", "--check", "inference.args.enforce_eager=true"), 8),
         "toy": (launch("configs/reverse_text.toml", "toy", "trainer.dtype=bf16"), 10),
