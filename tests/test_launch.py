@@ -217,7 +217,7 @@ def test_what_ends_at_once(models, tmp_path):
 
 
 # "canary 2": version 1 has arrived, but is not live; "identity 2": the second checkpoint is written, but not renamed.
-ON_THE_WAY = [("engine", ""), ("orchestrator", "canary 2"), ("rank", "identity 2"), ("launch.sh", "stream_weights 2")]
+ON_THE_WAY = [("engine", ""), ("rank", "identity 2"), ("launch.sh", "stream_weights 2")]
 ROLES = ("server", "engine", "orchestrator", "rank", "agent", "launch.sh")
 POINTS = ("", "train_step 1", "stream_weights 2", "canary 2", "identity 1", "write_final 1")
 MATRIX = [pytest.param([cell], marks=pytest.mark.long) for cell in itertools.product(ROLES, POINTS)]
