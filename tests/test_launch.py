@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -266,6 +267,12 @@ def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
     assert all(mine[key].equal(theirs[key]) for key in theirs)
     assert [line["step"] for line in lines(run.dir / "metrics.jsonl")] == list(range(STEPS))
     assert json.loads((run.dir / "parent.json").read_text()) == {"run": str(undisturbed.dir), "step": 2}
+    shutil.copytree(undisturbed.dir, tmp_path / "other")
+    text = (undisturbed.dir / "config.toml").read_text()
+    (tmp_path / "other" / "config.toml").write_text(text.replace("learning_rate = 0.001", "learning_rate = 0.002"))
+    run = Run(tmp_path, models["untied"], loss, "--from", f"{tmp_path}/other@2", "run_name=third")
+    run.end(3)
+    assert "had optim/lr = 0.001, and has 0.002 now" in run.text()
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ def step(loss: Loss, batch: dict, logp_T: Tensor, parts=None, wider=0) -> tuple[
     counts = {"num_tokens": int(fields["mask"].sum()), "max_tokens": MAX_TOKENS}
     counts["num_sequences"] = fields["share"][starts].sum().item()
     logp_T = logp_T.clone().requires_grad_()
-    entropy_T = (-logp_T).detach().requires_grad_()
+    entropy_T = torch.linspace(1, 2, len(logp_T), dtype=torch.float64).requires_grad_()
     total = 0.0 * (logp_T.sum() + entropy_T.sum())  # a loss may use but one of them
     for rows in parts or [[*range(len(lens))]]:
         given = fields if rows else fields | {"mask": torch.zeros_like(fields["mask"])}  # as trainer.make_micros does

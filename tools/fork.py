@@ -8,6 +8,7 @@ again, by the other run's own configuration and without a server. parent.json sa
 command resumes it."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,9 +16,12 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import trainer
 from configs import load_config
 from configs.runtime.directory import cut_lines, identity, refuse_other
-from configs.runtime.role import ConfigError, run_role, say
+from configs.runtime.role import ConfigError, RunError, run_role, say
+from launch import COMMON
+from tools.show import Lines
 
 
 def reachable(run: Path) -> dict[int, int]:
@@ -35,17 +39,14 @@ def reachable(run: Path) -> dict[int, int]:
     return found
 
 
-def copy(parent: Path, version: int, run_dir: Path, cfg):
-    """Copies what the parent had at a version, into a directory that is not there yet."""
-    start = reachable(parent)[version]
+def copy(parent: Path, start: int, version: int, run_dir: Path, cfg):
+    """Copies the parent's batches before a version, and its checkpoint of `start`, into a directory that is not there
+    yet."""
     for part in ("batches", "checkpoints", "logs"):
         (run_dir / part).mkdir(parents=True)
     for path in parent.glob("batches/*.safetensors"):
         if int(path.stem[-6:]) < version:
             shutil.copy(path, run_dir / "batches")
-    for path in parent.glob("*.jsonl"):
-        shutil.copy(path, run_dir)
-        cut_lines(run_dir / path.name, version)
     shutil.copy(parent / "rows.json", run_dir)
     if start:
         name = f"checkpoints/step_{start:06d}"
@@ -53,17 +54,25 @@ def copy(parent: Path, version: int, run_dir: Path, cfg):
         (run_dir / name / "state.json").write_text(json.dumps(identity(cfg)))
 
 
-def train(parent: Path, version: int, run_dir: Path, cfg):
-    """Takes the parent's steps again, from the newest checkpoint. Runs under torchrun."""
-    import trainer
+def take_again(policy, optimizer, run: Path, step: int, cfg):
+    """Takes a step that a run has taken. Raises ConfigError if it is another one now."""
+    batch = trainer.load_batch(run / "batches" / f"step_{step:06d}.safetensors")
+    metrics, _ = trainer.train_step(policy, optimizer, batch, step, cfg)
+    tolerance = 0.01 if cfg.trainer.dtype == "fp32" else 0.1
+    for line in Lines(run / "metrics.jsonl").new():
+        for key in {"optim/lr", "optim/grad_norm"} & line.keys():
+            if line["step"] == step and not math.isclose(metrics[key], line[key], rel_tol=tolerance):
+                text = f"step {step} of {run} had {key} = {line[key]:.4g}, and has {metrics[key]:.4g} now"
+                raise ConfigError(f"{text}: has its configuration changed on its way, or its code since?")
 
-    parents = load_config(parent / "config.toml")
+
+def train(parent: Path, parents, version: int, run_dir: Path, cfg):
+    """Takes the parent's steps again, from the newest checkpoint. Runs under torchrun."""
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(parents)
     optimizer = trainer.make_optimizer(policy, parents.trainer)
     for step in range(trainer.resume(run_dir, policy, optimizer, cfg), version):
-        batch = trainer.load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
-        trainer.train_step(policy, optimizer, batch, step, parents)
+        take_again(policy, optimizer, parent, step, parents)
         say(f"fork: step {step} again")
     trainer.save_checkpoint(run_dir, version, policy, optimizer, cfg)
     trainer.dist.destroy_process_group()
@@ -76,12 +85,13 @@ def main(argv: list[str]):
     if not (step.isdigit() and (parent / "config.toml").exists()):
         raise ConfigError(f"--from {argv[at + 1]}: must be the directory of a run, @ and a step")
     rest = argv[:at] + argv[at + 2 :]
+    parents = load_config(parent / "config.toml")  # first, since each adds its directory to the end of sys.path
     cfg = load_config(rest[0], rest[1:])
     run_dir = Path(cfg.run.output_dir, cfg.run.run_name)
     making = run_dir.with_name(f".{run_dir.name}.fork")  # becomes run_dir when all is there
     version = int(step) + 1
     if "RANK" in os.environ:
-        return train(parent, version, making, cfg)
+        return train(parent, parents, version, making, cfg)
     about = {"run": str(parent), "step": int(step)}
     if not run_dir.exists():
         found = reachable(parent)
@@ -89,19 +99,18 @@ def main(argv: list[str]):
             known = ", ".join(str(version - 1) for version in found if version)
             raise ConfigError(f"{parent}: what is there leads to no state after step {step}, only after: {known}")
         own = identity(cfg)
-        parents = identity(load_config(parent / "config.toml"))
-        refuse_other(parents | {key: own[key] for key in ("run_name", "seed")}, cfg, parent)
+        refuse_other(identity(parents) | {key: own[key] for key in ("run_name", "seed")}, cfg, parent)
         shutil.rmtree(making, ignore_errors=True)  # of a start that was killed
-        copy(parent, version, making, cfg)
+        copy(parent, found[version], version, making, cfg)
         if found[version] < version:
-            from launch import COMMON
-
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1"]
             command += ["--nproc-per-node", str(cfg.trainer.gpus), __file__, *argv]
             threads = str(max(1, len(os.sched_getaffinity(0)) // cfg.trainer.gpus))  # as launch.py has it
-            metrics = (making / "metrics.jsonl").rename(making / "metrics")  # trainer.resume would cut it
-            subprocess.run(command, env=COMMON | {"OMP_NUM_THREADS": threads} | os.environ, check=True)
-            metrics.rename(making / "metrics.jsonl")
+            if subprocess.run(command, env=COMMON | {"OMP_NUM_THREADS": threads} | os.environ).returncode:
+                raise RunError("the other run's steps could not be taken again, see above")
+        for path in parent.glob("*.jsonl"):
+            shutil.copy(path, making)
+            cut_lines(making / path.name, version)
         (making / "parent.json").write_text(json.dumps(about))
         making.rename(run_dir)
     mark = run_dir / "parent.json"

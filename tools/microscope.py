@@ -4,18 +4,19 @@
 
 After it the same held-out rows are answered with the same random numbers, and the policy is scored on the run's next
 batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
-seeds is seen. An arm is a list of overrides of [trainer] and of orchestrator.advantage; the first is compared with each
-other one. One server serves all. States are reached by replaying batches (tools/fork.py) from checkpoints or the start.
+seeds is seen. An arm is a list of overrides of what makes a step (ARM); the first arm is compared with each other one.
+One server serves all. States are reached by replaying batches (tools/fork.py) from checkpoints or the start.
 
 The numbers: reward, of the held-out rows; agreement, the rank correlation, over the next batch's answers, between the
 log-probability that the step added and the advantage; kl, of before and after on the next batch, in nats per token;
-entropy, on the batch of the step. states.jsonl has a line for each state and arm, also with right and wrong: by how
-much the tokens of answers with A > 0 and A < 0 became likelier, in nats."""
+entropy, on the batch of the step; right and wrong, by how much the tokens of answers with A > 0 and A < 0 became
+likelier, in nats. states.jsonl has a line for each state and arm."""
 
 import argparse
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -36,12 +37,15 @@ import trainer
 from configs.runtime.directory import run_directory
 from configs.runtime.machine import look_around
 from configs.runtime.role import ConfigError, run_role, say
-from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
-from tools.compare import interval, p_value, parse_arm
-from tools.fork import reachable
+from tools.compare import interval, p_value, parse_arms
+from tools.evaluate import environment_of
+from tools.fork import reachable, take_again
 from tools.show import run_with, with_interval
 
+# What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
+ARM = r"orchestrator\.advantage|trainer\.(loss|loss_args.*|optimizer|learning_rate|lr_scheduler_type|warmup_\w+|beta"
+ARM += r"|weight_decay|adam_beta2|max_grad_norm|updates_per_batch|minibatches)"
 SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 
@@ -66,8 +70,8 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
-    """adv_T of a batch file by a function, from what its sequences say of their rollouts: reward, num_turns and
-    num_tokens, but neither metrics nor state. 0 for demonstrations."""
+    """adv_T of a batch file by a function, from what its sequences say of their rollouts: reward, truncated,
+    num_turns and num_tokens, but neither metrics nor state. 0 for demonstrations."""
     batch = trainer.load_batch(path)
     with safe_open(path, "pt") as file:
         infos = json.loads(file.metadata()["sequences"])
@@ -80,7 +84,8 @@ def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
         sequences.append(s)
         if "group" in info:
             about = {name: info[name] for name in ("env", "example", "group", "attempt", "rollout", "reward")}
-            new = orchestrator.Rollout(**about, num_turns=info["num_turns"], num_tokens=info["num_tokens"])
+            about |= {name: info[name] for name in ("num_turns", "num_tokens", "truncated")}
+            new = orchestrator.Rollout(**about)
             r = groups[info["env"], info["group"], info["attempt"]].setdefault(info["rollout"], new)
             r.state.setdefault("agent_rewards", {})[s.agent] = info["reward"]
             r.sequences.append(s)
@@ -96,14 +101,15 @@ def score(policy, batch: trainer.Batch, cfg) -> torch.Tensor:
 
 
 def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, float]:
-    """How the log-probabilities of its loss tokens have changed, see above."""
-    mask_T, adv_T = batch.fields["mask"], batch.fields["adv"]
+    """How the log-probabilities of its sampled tokens have changed, see above."""
+    mask_T, adv_T = batch.fields["is_sampled"], batch.fields["adv"]
     step_T = (after_T - before_T) * mask_T
     right, wrong = (step_T[mask_T & is_so_T].mean().item() for is_so_T in (adv_T > 0, adv_T < 0))
     steps_S, advs_S = [], []
     for step_L, adv_L, mask_L in zip(*(x_T.split(batch.lens) for x_T in (step_T, adv_T, mask_T))):
-        steps_S.append(step_L.sum().item())
-        advs_S.append(adv_L[mask_L].mean().item())
+        if mask_L.any():
+            steps_S.append(step_L.sum().item())
+            advs_S.append(adv_L[mask_L].mean().item())
     found = {"agreement": float(spearmanr(steps_S, advs_S).statistic)}
     return found | {"right": right, "wrong": wrong, "kl": trainer.k3(step_T[mask_T]).mean().item()}
 
@@ -126,7 +132,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
     policy = trainer.build_policy(base)
     optimizer = trainer.make_optimizer(policy, base.trainer)
     sender = trainer.WeightSender(cfg, out, policy.device)
-    envs = {e.name: load_environment(e.id, e.args) for e in cfg.env}
+    envs = {e.name: environment_of(e) for e in cfg.env}
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(256))
     found = {name: {key: [] for key in SHOWN} for name in arms}
@@ -140,7 +146,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
                 os.symlink(run / name, out / name)
                 trainer.resume(out, policy, optimizer, base)
         while version < state:
-            trainer.train_step(policy, optimizer, trainer.load_batch(path_of(run, version)), version, base)
+            take_again(policy, optimizer, run, version, base)
             version += 1
         kept = snapshot(policy, optimizer)
         later = trainer.load_batch(path_of(run, state + 1))
@@ -148,10 +154,13 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
         # 2. A step of each arm, and what has come of it.
         for name, arm in arms.items():
             batch = trainer.load_batch(path_of(run, state))
-            if arm.orchestrator.advantage != base.orchestrator.advantage:  # what a teacher has added stays
-                for sign, o in ((-1, base.orchestrator), (1, arm.orchestrator)):
-                    function = configs.find(o.advantage, orchestrator.ADVANTAGES)
-                    batch.fields["adv"] += sign * advantages_of(path_of(run, state), function)
+            if arm.orchestrator.advantage != base.orchestrator.advantage:
+                functions = (configs.find(c.orchestrator.advantage, orchestrator.ADVANTAGES) for c in (base, arm))
+                old_T, new_T = (advantages_of(path_of(run, state), function) for function in functions)
+                rest_T = batch.fields["adv"] - old_T  # what a teacher has added, or the environment
+                if not base.teacher.weight and rest_T[batch.fields["is_sampled"]].abs().max() > 1e-4:
+                    raise ConfigError(f"a batch lacks what {base.orchestrator.advantage} knew of its rollouts")
+                batch.fields["adv"] = rest_T + new_T
             numbers, _ = trainer.train_step(policy, optimizer_at(policy, arm.trainer, kept), batch, state, arm)
             trainer.sync_weights(sender, policy, state + 1, cfg, batch)
             line = {"state": state, "arm": name, "reward": loop.run_until_complete(evaluate(cfg, envs, state + 1))}
@@ -191,14 +200,19 @@ def main(argv: list[str]):
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
     args = parser.parse_intermixed_args(argv)
     out = (args.out or args.run / "microscope").resolve()
+    os.chdir(configs.HERE.parent)  # as launch.sh: a relative path to a model begins there
     starts = {state: start for state, start in reachable(args.run).items() if path_of(args.run, state + 1).exists()}
     states = sorted(state for state in starts if path_of(args.run, state).exists())
     if not states:
         raise ConfigError(f"{args.run}: no checkpoint, and no batches from the start, lead to a state with two batches")
     chosen = sorted({states[round(i)] for i in np.linspace(0, len(states) - 1, args.states)})
     file = args.run / "config.toml"
-    arms = {name: configs.load_config(file, [*args.overrides, *own]) for name, own in map(parse_arm, args.arm)}
-    for arm in arms.values():
+    arms = {}
+    for name, own in parse_arms(args.arm).items():
+        for word in own:
+            if not re.fullmatch(ARM, word.partition("=")[0]):
+                raise ConfigError(f"--arm {word}: not one of the keys that make a step, {ARM}")
+        arm = arms[name] = configs.load_config(file, [*args.overrides, *own])
         configs.find(arm.trainer.loss, trainer.LOSSES)
     given = [f"output_dir={json.dumps(str(out.parent))}", f"run_name={json.dumps(out.name)}", "trainer.gpus=1"]
     given += ["inference.urls=[]", *args.overrides]
