@@ -91,7 +91,7 @@ cfgs = [configs.load_config(sys.argv[1], overrides) for overrides in json.loads(
 servers = [check.server_need(cfgs[0], gib << 30, False) for gib in (8, 16)]
 check.without_content()
 print(json.dumps([servers, [check.trainer_need(cfg) for cfg in cfgs]]))
-check.estimate(cfgs[0], [1 << 29, 1 << 30])
+check.estimate(cfgs[0], [1 << 29, 1 << 30], 0)
 """
 
 

@@ -80,6 +80,14 @@ def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypa
     assert {json.dumps(line["completion"]) for line in written if line["truncated"]} == {json.dumps(say("abcdef"))}
 
 
+def test_a_stop_string_ends_the_answer_of_any_service(tmp_path, toml):
+    args = f'{toml} --eval --n 1 --rollouts-per-example 1 --out {tmp_path}/out orchestrator.sampling.stop=["d","f"]'
+    with by_turns("abcdef") as server:
+        evaluate.main([*args.split(), "--base-url", server.url])
+    (line,) = lines(tmp_path / "out")
+    assert line["completion"] == say("abcd") and not line["truncated"] and "stop" not in server.bodies[0]
+
+
 def test_vllm_is_sampled_as_the_runs_own_evaluations_sample(run, fake_servers, capsys):
     """The same rows, random numbers, limits and rewards."""
     more = ["eval.every=1", "eval.num_examples=6", "eval.rollouts_per_example=2", "eval.max_tokens=4"]

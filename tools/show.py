@@ -85,16 +85,13 @@ class Lines:
 
     def __init__(self, path: Path):
         self.path = path
-        self.inode = None
         self.position = 0
 
     def new(self) -> Iterator[dict]:
         if not self.path.exists():
             return
         with open(self.path, "rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self.inode or status.st_size < self.position:
-                self.inode = status.st_ino
+            if os.fstat(file.fileno()).st_size < self.position:
                 self.position = 0
             file.seek(self.position)
             for line in file:

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,7 @@ def judge(name: str, groups: list[list[dict]]) -> bool:
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "none dropped"
     spread = f"mean reward {np.mean(rewards):.3f} ({min(rewards):.3g} to {max(rewards):.3g})"
     what = f"{name}: {len(groups)} groups, {reasons}; {spread}"
-    remedy = REMEDY if dropped["flat"] else "raise max_seq_len or orchestrator.max_prompt_len"
+    remedy = REMEDY if dropped["flat"] >= dropped["long"] else "raise max_seq_len or orchestrator.max_prompt_len"
     has_signal = report(dropped["flat"] + dropped["long"] <= FLAT * len(groups), what, remedy)
     cause = f", mostly: {errors.most_common(1)[0][0]}" if errors else ""
     what = f"{name}: {errors.total()} of {num} rollouts were lost{cause}"
@@ -129,8 +130,9 @@ def numbers_of(lines: list[dict]) -> dict[str, float]:
     """Of the rollouts of one environment, what metrics.jsonl has of the whole batch."""
     columns = defaultdict(list)
     for line in lines:
-        columns["rollout/truncated"].append(line["truncated"])
-        columns["rollout/turns"].append(line["num_turns"])
+        if not line["error"]:
+            columns["rollout/truncated"].append(line["truncated"])
+            columns["rollout/turns"].append(line["num_turns"])
         if line["reward"] is not None:
             columns["reward/mean"].append(line["reward"])
         for function, value in line["metrics"].items():
@@ -265,8 +267,8 @@ class Watch:
         self.cfg = load_config(run / "config.toml")
         self.metrics = show.Lines(run / "metrics.jsonl")
         self.evals = show.Lines(run / "eval.jsonl")
-        self.rollouts = self.follow(show.Lines(run / "rollouts.jsonl"))
-        self.next_rollout = None  # read, but of a later batch
+        self.rollouts = show.Lines(run / "rollouts.jsonl")
+        self.pending = []  # a line that was read, but is of a later batch
         cut_lines(run / "watch.jsonl", math.inf)  # the half line of a killed process
         self.added = {line["step"]: line for line in show.Lines(run / "watch.jsonl").new()}
         # What a live run had done before is not reported again, nor are steps after its checkpoint, which it repeats.
@@ -304,21 +306,16 @@ class Watch:
         if self.tracker_name and not self.attempt("the tracker", call):
             self.tracker_name = ""  # going on would leave a gap; --once sends what is missing
 
-    def follow(self, lines: show.Lines):
-        """Yields lines as they come, and None where there is none yet."""
-        while True:
-            yield from lines.new()
-            yield None
-
     def rollouts_of(self, step: int) -> list[dict]:
         """The lines of a batch that has been trained on: they were written before."""
         found = []
-        line = self.next_rollout or next(self.rollouts)
-        while line and line["step"] <= step:
+        read, self.pending = self.pending, []
+        for line in chain(read, self.rollouts.new()):
+            if line["step"] > step:
+                self.pending = [line]
+                break
             if line["step"] == step:
                 found.append(line)
-            line = next(self.rollouts)
-        self.next_rollout = line
         return found
 
     def look(self):
@@ -422,14 +419,13 @@ class Watch:
         if whole:
             train, wait, sync = (self.seconds[part] / whole for part in ("train", "wait_batch", "sync"))
             say(f"time: {whole:.0f} s, {train:.0%} training, {wait:.0%} waiting for rollouts, {sync:.0%} syncing")
-        self.track("finish")
+        if (self.run / "done").exists():
+            say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
+            for command in commands(self.run, self.cfg):
+                say(f"result: {command}")
+            self.attempt("page.html", self.write_page)
         self.attempt("curves.png", self.draw)
-        if not (self.run / "done").exists():
-            return
-        say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
-        for command in commands(self.run, self.cfg):
-            say(f"result: {command}")
-        self.attempt("page.html", self.write_page)
+        self.track("finish")  # last: it may wait for a network
 
 
 def main(argv: list[str]):
