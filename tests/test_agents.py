@@ -110,6 +110,20 @@ def test_each_conversation_is_a_sequence_with_its_agents_reward_and_each_token_i
         assert len(r["prompt"]) == 1 and len(r["completion"]) == 5 and r["metrics"]["agent_requests"] == 10
 
 
+async def asks_again(client, prompt):
+    """After an example that says what the policy will, too."""
+    messages = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "yes"}, *prompt]
+    await say(client, list(messages))
+    await say(client, messages)
+    await say(client, messages)
+
+
+def test_rewards_see_what_the_policy_said_and_of_two_answers_the_one_that_was_used():
+    state = play(asks_again, "no", "yes", "yes").state
+    assert [m["content"] for m in state["prompt"]] == ["p", "yes", "q"]
+    assert [m["content"] for m in state["completion"]] == ["yes", "yes"]
+
+
 # --- what a request may ask for ---------------------------------------------------------------------------------------
 
 
@@ -201,8 +215,10 @@ def test_the_policys_fault_is_scored_and_any_other_loses_the_rollout(monkeypatch
         play(raises, "a", forgive=[ValueError, 1])
     with pytest.raises(AgentFailed, match="OSError: no server"):
         play(hides, OSError("no server"), forgive=[Exception])
-    with pytest.raises(AgentFailed, match="asked for nothing"):
+    with pytest.raises(AgentFailed, match="was answered nothing"):
         play(lambda: "42")
+    with pytest.raises(AgentFailed, match="was answered nothing"):
+        play(endless, None, time_limit=0.3)
     monkeypatch.setattr(endpoint.Chat, "from_chat", lambda reply, body: reply["missing"])
     with pytest.raises(AgentFailed, match="KeyError: 'missing'"):
         play(hides, "a")

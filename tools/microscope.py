@@ -37,9 +37,9 @@ import trainer
 from configs.runtime.directory import run_directory
 from configs.runtime.machine import look_around
 from configs.runtime.role import ConfigError, run_role, say
+from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
 from tools.compare import interval, p_value, parse_arms
-from tools.evaluate import environment_of
 from tools.fork import reachable, take_again
 from tools.show import run_with, with_interval
 
@@ -132,7 +132,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
     policy = trainer.build_policy(base)
     optimizer = trainer.make_optimizer(policy, base.trainer)
     sender = trainer.WeightSender(cfg, out, policy.device)
-    envs = {e.name: environment_of(e) for e in cfg.env}
+    envs = {e.name: load_environment(e.id, e.args) for e in cfg.env}
     loop = asyncio.new_event_loop()
     loop.set_default_executor(ThreadPoolExecutor(256))
     found = {name: {key: [] for key in SHOWN} for name in arms}

@@ -40,7 +40,7 @@ def form(completion: Messages) -> float:
 
 
 def topic(completion: Messages, answer: str) -> float:
-    """Whether it is named, in the singular or the plural."""
+    """Whether a word begins with it, without its plural's s."""
     return float(any(word.startswith(answer.removesuffix("s")) for word in sum(lines_of(completion), [])))
 
 
