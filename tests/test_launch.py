@@ -221,7 +221,8 @@ def test_what_ends_at_once(models, tmp_path):
 ON_THE_WAY = [("engine", ""), ("rank", "identity 2"), ("launch.sh", "stream_weights 2")]
 ROLES = ("server", "engine", "orchestrator", "rank", "agent", "launch.sh")
 POINTS = ("", "train_step 1", "stream_weights 2", "canary 2", "identity 1", "write_final 1")
-MATRIX = [pytest.param([cell], marks=pytest.mark.long) for cell in itertools.product(ROLES, POINTS)]
+CELLS = set(itertools.product(ROLES, POINTS)) - {("orchestrator", "write_final 1")}  # it has ended by then
+MATRIX = [pytest.param([cell], marks=pytest.mark.long) for cell in sorted(CELLS)]
 
 
 @pytest.mark.slow
