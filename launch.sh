@@ -9,7 +9,7 @@ set -u
 usage() { sed -n '2,7s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }
 for word; do [[ $word != -h && $word != --help ]] || usage 0; done
-[[ $# != 0 && ! " $* " =~ " --replay" ]] || usage 2
+[ $# != 0 ] || usage 2
 has() { command -v "$1" >/dev/null || fail "$1 is missing: install util-linux"; }
 has flock && has setpriv
 config=$(realpath -m -- "$1")

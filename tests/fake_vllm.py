@@ -27,7 +27,7 @@ import signal
 import sys
 import time
 import zlib
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -127,6 +127,7 @@ class Server:
         self.template = self.tokenizer.chat_template
         self.lock = asyncio.Lock()
         self.num = 0  # requests
+        self.unseeded = count()
         self.running = asyncio.Event()
         self.running.set()
         if args.chat_template:
@@ -242,7 +243,7 @@ class Server:
             raise Refused(400, EXCEEDED)
         if room == 0:
             raise Refused(400, "max_tokens must be at least 1, got 0.")  # as vLLM 0.32 says it
-        seed = zlib.crc32(f"{ids} {body.get('user')} {body.get('seed')}".encode())
+        seed = zlib.crc32(f"{ids} {body['seed'] if 'seed' in body else next(self.unseeded)}".encode())
         eos = self.tokenizer.eos_token_id
         given = (name, ids, seed, min(asked, room), body.get("temperature", 1.0), eos)
         async with self.lock:

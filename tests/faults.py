@@ -1,13 +1,15 @@
-"""Holds a run for a minute where trainer.py calls a function for the n-th time, and a test may kill any process:
+"""Holds a run for a minute where the trainer calls a function for the n-th time, and a test may kill any process:
 
-    PYTHONPATH=tests HOLD="identity 2" bash launch.sh config.toml trainer.loss=faults:loss
+    PYTHONPATH=tests HOLD="rename 2" bash launch.sh config.toml trainer.loss=faults:loss
 
 The second checkpoint is then written, but not yet renamed. "[hold]" appears in a log."""
 
 import os
 import time
+from types import SimpleNamespace
 
 import trainer
+from configs.runtime import checkpoints
 
 loss = trainer.cispo
 name, _, number = os.environ.get("HOLD", "").partition(" ")
@@ -22,6 +24,9 @@ def held(*args):
     return honest(*args)
 
 
-if name:
-    honest = getattr(trainer, name)
-    setattr(trainer, name, held)
+if name == "rename":
+    honest, checkpoints.os = os.rename, SimpleNamespace(rename=held)
+elif name:
+    module = trainer if hasattr(trainer, name) else checkpoints
+    honest = getattr(module, name)
+    setattr(module, name, held)

@@ -1,5 +1,5 @@
-"""torchrun ranks.py RUNS.json [[argument of trainer.py, ...], ...]: replays in one process group, since torchrun takes
-longer to start than a tiny run takes."""
+"""torchrun ranks.py RUNS.json [[argument of tools/replay.py, ...], ...]: replays in one process group, since torchrun
+takes longer to start than a tiny run takes."""
 
 import json
 import sys
@@ -10,15 +10,16 @@ import torch.distributed as dist
 
 import trainer
 from configs import load_config
+from tools import replay
 
 
 def replays(runs):
-    """Does what trainer.py does for each of them, except that the process group outlives them."""
+    """Does what tools/replay.py does for each of them, except that the process group outlives them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "start_distributed", lambda cfg: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         for argv in runs:
-            trainer.main([str(word) for word in argv])
+            replay.main([str(word) for word in argv])
 
 
 if __name__ == "__main__":

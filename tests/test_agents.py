@@ -64,10 +64,10 @@ class SameTurns(MultiTurnEnv):
 
 
 def test_an_agent_is_trained_on_the_same_tokens_as_an_environment_of_the_same_turns(run):
-    """The fake server's answers are a function of the prompt."""
+    """The fake server's answers are a function of prompt and seed."""
     found = []
     for env in (SameTurns(ROWS, 3, rubric=Rubric([noise])), AgentEnv(turns, ROWS, rubric=Rubric([noise]))):
-        run_dir = run(1, env, *SHORT)
+        run_dir = run(1, env, *SHORT, "orchestrator.max_staleness=0")
         found.append((all_batches(run_dir)[0].sequences, lines(run_dir / "rollouts.jsonl")))
         shutil.rmtree(run_dir)
     for a, b in zip(found[0][0], found[1][0], strict=True):

@@ -15,7 +15,6 @@ from think_env import Turns, letters
 from transformers import AutoModelForCausalLM
 
 import trainer
-from configs import served_name
 from configs.algorithms import advantages, distill, orders, turns
 from configs.runtime.role import ConfigError, DataError
 from env import Rubric, SingleTurnEnv
@@ -285,20 +284,20 @@ def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):
 # --- distillation -----------------------------------------------------------------------------------------------------
 
 
-def hint(state, states):
-    """The longest answer of the group."""
-    best = max(states, key=lambda other: len(other["completion"][-1]["content"]))
-    return [*state["prompt"], {"role": "user", "content": state["answer"]}, best["completion"][-1]]
+def hint(state):
+    """The answer, and what the policy said last."""
+    return [*state["prompt"], {"role": "user", "content": state["answer"]}, state["completion"][-1]]
 
 
-TEACHER = ["teacher.weight=0.5", "orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0"]
+TEACHER = ["orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0"]
 
 
-@pytest.mark.parametrize("kind, prompt", [(SingleTurnEnv, ""), (Turns, "test_algorithms:hint")])
+@pytest.mark.parametrize("kind, prompt", [(SingleTurnEnv, None), (Turns, hint)])
 def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind, prompt):
     """adv = weight x (log p_teacher - log p_sampler), where the teacher may read another prompt."""
-    more = [f"teacher.prompt={prompt}"] if prompt else ["orchestrator.sampling.max_tokens=63"]
-    run_dir = run(2, kind(QUESTIONS, rubric=Rubric([lambda: 0.0])), *TEACHER, *more)
+    more = [] if prompt else ["orchestrator.sampling.max_tokens=63"]
+    task = distill.taught(kind(QUESTIONS, rubric=Rubric([lambda: 0.0])), 0.5, prompt=prompt)
+    run_dir = run(2, task, *TEACHER, *more)
     network = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)
     states = {(r["step"], r["group"], r["rollout"]): r for r in lines(run_dir / "rollouts.jsonl")}
     assert not any(r["error"] for r in states.values())
@@ -308,8 +307,7 @@ def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind
             first = int(s["mask"].argmax())
             prefix, said = np.split(s["tokens"], [first])
             if prompt:
-                group = [r for key, r in states.items() if key[:2] == (step, s["group"])]
-                messages = hint(states[step, s["group"], s["rollout"]], group)
+                messages = hint(states[step, s["group"], s["rollout"]])
                 prefix = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             ids = torch.tensor([[*prefix, *said]]).long()
             with torch.no_grad():
@@ -322,55 +320,53 @@ def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind
     assert max(lens) == 64 or prompt
 
 
-def test_a_teachers_advantage_is_over_the_policy_of_now(make_cfg):
-    """The gradient of KL(policy || teacher) is r (logp - teacher_logp) dlogp, however far the policy is from the one
-    that sampled. With old_logp in its place, training would push away from that one: toys end in gibberish."""
-    teacher_N, old_N, adv_N = (torch.tensor(x) for x in ([-1.0, -2.0, -0.5], [-1.5, -1.0, -1.0], [0.25, 0.0, 0.5]))
-    logp_N = torch.tensor([-1.25, -1.5, -2.0], requires_grad=True)
-    taught_N = torch.tensor([0.5, 0.5, math.nan])  # nan: a sequence of another source
-    micro = {"old_logp_N": old_N, "is_sampled_N": ~old_N.isnan(), "taught_N": taught_N, "num_tokens": 3}
-    micro["adv_N"] = adv_N + (taught_N * (teacher_N - old_N)).nan_to_num()
-    trainer.compute_loss(micro, logp_N, torch.zeros(3), make_cfg().trainer)[0].sum().backward()
-    r_N = (logp_N - old_N).exp()
-    expected_N = -r_N * (adv_N + torch.tensor([0.5 * 0.25, 0.5 * -0.5, 0.0]))
-    torch.testing.assert_close(logp_N.grad, expected_N.detach())
-
-
 def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
-    env = SingleTurnEnv(QUESTIONS, rubric=Rubric([lambda: 0.0]))
+    env = distill.taught(SingleTurnEnv(QUESTIONS, rubric=Rubric([lambda: 0.0])), 0.5)
     with pytest.raises(DataError, match="rollouts were lost, mostly: ValueError: zip"):
         run(9, env, *TEACHER, "orchestrator.max_error_share=0.5", fake={"teacher": "short"})
 
 
-def test_who_is_asked_as_a_teacher(make_cfg):
+def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
     """A frozen one is what LoRA in 16 bits started from, one elsewhere has its own name and the same vocabulary; any
-    other is the version of the rollouts."""
+    other is the version that sampled. What the environment adds itself stays."""
     asked = []
 
     class Client:
-        salt, version, tokens = "", 7, [1]
+        tokens = [1]
+
+        def __init__(self, cfg):
+            pass
 
         async def post(self, group, path, body, base_url=""):
             asked.append((base_url, body["model"]))
             logprobs = [None, {"6": {"logprob": -1.5}}]
             return {"tokens": self.tokens if base_url else [1], "choices": [{"prompt_logprobs": logprobs}]}
 
-    def teach(*overrides):
-        distill.KNOWN.clear()
-        Client.cfg = make_cfg("teacher.weight=0.5", *overrides)
-        s = to_arrays(Sequence([5, 6], [False, True], [np.nan, -1.0], [0, 0], [0.0, 0.0]))
-        asyncio.run(distill.teach(Client(), Rollout("e", 0, 0, 0, 0, sequences=[s]), []))
-        assert s.adv.tolist() == [0, -0.25]
-        return asked[-1]
+    class Adds(SingleTurnEnv):
+        def add_fields(self, sequences):
+            sequences[0].adv[1] = 1.0
 
+    monkeypatch.setattr(distill, "Client", Client)
+
+    def teach(*overrides, urls=("http://127.0.0.1:8",), **how):
+        cfg = make_cfg(f"inference.urls={json.dumps(urls)}", *overrides)
+        s = Sequence([5, 6], [False, True], [np.nan, -1.0], [0, 0], [0.0, 0.0])
+        state = {"cfg": cfg, "replies": [{"model": "test-v7"}]}
+        asyncio.run(distill.taught(Adds(QUESTIONS), 0.5, **how).add_fields(state, [s]))
+        assert s.adv == [0, 0.75 if urls else 1.0]
+        return asked[-1] if asked else None
+
+    assert teach(urls=()) is None  # a program that trains nothing
     lora = ["trainer.use_lora=true", "trainer.dtype=bf16"]
-    assert teach(*lora) == ("", served_name(Client.cfg, 7)) != ("", served_name(Client.cfg))
-    assert teach(*lora, "teacher.frozen=true") == ("", served_name(Client.cfg))
-    elsewhere = ["teacher.base_url=http://127.0.0.1:9", "teacher.model=large"]
-    assert teach(*elsewhere) == ("http://127.0.0.1:9", "large")
+    assert teach(*lora) == ("", "test-v7") and teach(*lora, frozen=True) == ("", "test")
+    elsewhere = {"base_url": "http://127.0.0.1:9", "model": "large"}
+    assert teach(**elsewhere) == ("http://127.0.0.1:9", "large")
+    for how, wrong in ((["orchestrator.sampling.temperature=0.5"], {}), ([], {"frozen": True})):
+        with pytest.raises(ConfigError, match="teacher"):
+            teach(*how, **wrong)
     Client.tokens = [2]
     with pytest.raises(ConfigError, match="its vocabulary is not the policy's"):
-        teach(*elsewhere)
+        teach(**elsewhere)
 
 
 # --- reference --------------------------------------------------------------------------------------------------------

@@ -14,17 +14,17 @@ ADVANTAGES += [f"advantages:{name}" for name in "zero permuted leave_one_out max
 
 
 def divided_twice(micro, logp_N, entropy_N):  # by the accumulation steps too (ms-swift #10117)
-    loss_N, logs = trainer.grpo(micro, logp_N, entropy_N)
+    loss_N, logs = losses.grpo(micro, logp_N, entropy_N)
     return loss_N / 2, logs
 
 
 def mean_of_means(micro, logp_N, entropy_N):  # of the micro-batches (ms-swift #10165)
-    loss_N, logs = trainer.grpo(micro, logp_N, entropy_N)
+    loss_N, logs = losses.grpo(micro, logp_N, entropy_N)
     return loss_N * micro["num_tokens"] / max(1, len(logp_N)), logs
 
 
 def mean_of_sequences(micro, logp_N, entropy_N):  # where one over tokens was meant (open-instruct #1137)
-    loss_N, logs = trainer.grpo(micro, logp_N, entropy_N)
+    loss_N, logs = losses.grpo(micro, logp_N, entropy_N)
     _, len_N = losses.over_sequences(micro, loss_N)
     return loss_N / len_N * micro["num_tokens"] / micro["num_sequences"], logs
 

@@ -16,6 +16,8 @@ import torch
 from conftest import ROOT, all_batches, lines
 from safetensors.torch import load_file
 
+from tools import replay
+
 BASE = """
 import itertools, random
 from env import Rubric, SingleTurnEnv
@@ -94,6 +96,7 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
         settings |= re.findall(r'([\w.]+) = "?([\w.:]+)', keys)
     monkeypatch.setattr(conftest, "orchestrator", as_role(patched / "orchestrator.py", monkeypatch))
     trainer = as_role(patched / "trainer.py", monkeypatch)
+    monkeypatch.setattr(replay, "trainer", trainer)
     monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
     monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: None)
     # 1. Three batches, which have what the example adds.
@@ -111,7 +114,7 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
     for name, steps in (("whole", (3,)), ("half", (2, 3))):
         for num in steps:
             argv = [str(tmp_path / "run.toml"), f"run_name={name}", f"max_steps={num}", *keys]
-            trainer.main([*argv, "--replay", str(run_dir / "batches")])
+            replay.main([*argv[:1], str(run_dir / "batches"), *argv[1:]])
         (folder,) = tmp_path.glob(f"{name}-replay-*")
         found.append([load_file(folder / "final" / "model.safetensors"), lines(folder / "metrics.jsonl")])
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import signal
 import subprocess
 import sys
 import threading
@@ -79,7 +78,7 @@ def test_rows_come_from_lists_files_and_datasets(tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     assert load_rows(rows) == load_rows(path) == load_rows(str(path)) == load_rows(Dataset.from_list(rows)) == rows
     path.write_bytes(path.read_bytes() + '{"question": "é"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="rows.jsonl, line 4, is not"):
+    with pytest.raises(UnicodeDecodeError):
         load_rows(path)
 
 
@@ -103,20 +102,6 @@ def test_functions_get_what_they_name_in_threads():
     assert asyncio.run(together()) < 0.7
 
 
-def test_a_time_limit_by_a_signal_loses_its_rollout():
-    """Code that catches every Exception would otherwise give a right answer the reward 0."""
-
-    def limited():
-        try:
-            signal.signal(signal.SIGALRM, lambda *_: None)
-        except Exception:
-            return 0.0
-
-    with pytest.raises(RuntimeError, match="limited raised NeedsMainThread"):
-        asyncio.run(call(limited))
-    assert limited() is None
-
-
 def test_what_is_a_reward():
     for value in (1, True, 1.0, np.float32(1), np.int64(1), torch.tensor(1.0), "1"):
         assert finite(value, "f") == 1.0 and type(finite(value, "f")) is float
@@ -132,11 +117,17 @@ def test_rubrics():
     async def length(completion, scale):
         return len(completion[-1]["content"]) * scale
 
-    inner = Rubric([length], [lambda step: -0.1 * step], scale=2)
-    rubric = Rubric([exact], rubrics=[inner])
+    class Keyword:
+        keywords = ["abc"]
+
+        def __call__(self, completion):
+            return completion[-1]["content"] in self.keywords
+
+    rubric = Rubric([exact, length], [1.0, -0.3], scale=2)
     state = {"completion": [{"content": "abc"}], "answer": "abc", "step": 3}
+    assert score(Rubric([Keyword()]), state) == (1.0, {"Keyword": 1.0})
     assert score(rubric, state) == (pytest.approx(1 - 0.3 * 6), {"exact": 1.0, "length": 6.0})
-    assert state["reward_weights"] == {"exact": 1.0, "length": pytest.approx(-0.3)}
+    assert state["reward_weights"] == {"exact": 1.0, "length": -0.3}
     assert score(Rubric([exact], [0]), state) == (0.0, {"exact": 1.0})
     with pytest.raises(ValueError, match="<lambda> returned None"):
         score(Rubric([lambda: None]), state)
@@ -147,7 +138,7 @@ def test_rubrics():
         with pytest.raises(ConfigError, match=env.name_of(funcs[0])):
             Rubric(funcs)
     with pytest.raises(ConfigError, match="length"):
-        Rubric([length], rubrics=[inner])
+        Rubric([length, length])
     with pytest.raises(ValueError):
         Rubric([exact], [1.0, 2.0])
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import trainer
 from configs import load_config
 from configs.models import smollm2
+from configs.runtime import checkpoints
 
 SMALL = {"vocab_size": 103, "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": False}
 WINDOW = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
@@ -87,7 +88,9 @@ def batch(tmp_path):
 
 def micro_of(batch):
     """All rows, padded beyond the longest."""
-    return trainer.collate(batch.fields, batch.lens, list(range(len(batch.lens))), max(batch.lens) + 3, "cpu")
+    return trainer.collate(
+        batch.fields, batch.lens, [[row] for row in range(len(batch.lens))], max(batch.lens) + 3, "cpu"
+    )
 
 
 def scored(network, batch):
@@ -164,7 +167,8 @@ def test_composite_checkpoints(family, lora, make_cfg, models, batch, tmp_path):
     step(policy, batch, cfg)
     moved = {name for name, w in sent(policy, cfg).items() if not torch.equal(w, before[name])}
     assert moved and not any("vision" in name or "visual" in name for name in [*moved, *policy.trained()])
-    trainer.write_final(tmp_path, policy, cfg)
+    blocks = trainer.stream_weights(policy.model, torch.float32, cfg.trainer.use_lora)
+    checkpoints.write_final(tmp_path, policy.model, blocks, cfg)
     if lora == "true":  # vLLM finds an adapter's modules by the names of the checkpoint, and skips others silently
         names = [name.split(".lora_")[0] for name in load_file(tmp_path / "final" / "adapter_model.safetensors")]
         assert len(names) > 8 and {f"{name.removeprefix('base_model.model.')}.weight" for name in names} <= set(written)

@@ -63,8 +63,10 @@ def test_reverse_text(tmp_path):
     (row,) = env.dataset
     assert play(env, row, row["question"][::-1])[1:] == (1.0, {"similarity": 1.0, "exact": 1.0})
     assert 0 < play(env, row, row["question"][:0:-1])[1] < 0.5 and play(env, row, "")[1] == 0
-    taught = reverse_distill.hint({"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"}, [])
+    taught = reverse_distill.hint({"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"})
     assert [message["content"] for message in taught] == ["ba", "ab"]
+    named = {"prompt": "configs.tasks.reverse_distill:hint", "args": {"num_train": 4}}
+    assert len(load_environment("distill", {"id": "reverse_text", "weight": 1.0} | named).dataset) == 4
     (tmp_path / "rows.jsonl").write_text('{"prompt": "abcd"}\n{"prompt": "xyz"}')
     env = load_environment("reverse_text_qwen3", {"path": str(tmp_path / "rows.jsonl"), "num_eval": 1})
     said = ["<reversed_text>\nzyx\n</reversed_text>", "<reversed_text>zy</reversed_text>", "zyx"]

@@ -21,6 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import configs
 import trainer
+from configs.algorithms import losses
+from configs.runtime import checkpoints
 from configs.runtime.role import ConfigError, DataError, NumericsError, RoleDied
 
 CPU = torch.device("cpu")
@@ -35,9 +37,9 @@ def sgd(parameters, t):
 
 
 def poisoned(micro, logp_N, entropy_N):
-    """trainer.loss: its gradient is nan at one token of batch 1. On rank 1 alone it logs something."""
+    """trainer.loss: its gradient is nan at one token of batch 1. On the first of two ranks alone it logs something."""
     loss_N, logs = trainer.cispo(micro, logp_N, entropy_N)
-    is_alone = torch.distributed.get_rank() == 1
+    is_alone = torch.distributed.get_world_size() == 2 and torch.distributed.get_rank() == 0
     return loss_N * micro["poison_N"], logs | ({"policy/alone": logp_N} if is_alone else {})
 
 
@@ -65,7 +67,7 @@ def replay(make_cfg, tmp_path):
 
     def go(saved, *overrides, model=None):
         make_cfg(model=model)
-        replays([[tmp_path / "test.toml", f"output_dir={tmp_path}", *overrides, "--replay", saved]])
+        replays([[tmp_path / "test.toml", saved, f"output_dir={tmp_path}", *overrides]])
         return tmp_path / "test-replay-cispo"
 
     return go
@@ -113,11 +115,11 @@ def test_micro_batches_hold_each_row_once(world, make_cfg, tmp_path, monkeypatch
     shapes = []
     for rank in range(world):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
-        micros = trainer.make_micros(batch, list(range(13)), cfg, CPU)
+        micros = trainer.make_micros(batch, list(range(13)), cfg, Policy())
         shapes.append([micro["ids_BW"].shape[1] for micro in micros])
         for micro in micros:
             seen.update(micro["at_N"].tolist())
-            assert micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])
+            assert micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])  # no tree has two rows
             assert micro["ids_BW"].numel() <= 64  # and one of the sequences is imitated
             assert (micro["num_tokens"], micro["num_sequences"], micro["max_tokens"]) == (sum(batch.counts), 12, 16)
     assert all(widths == shapes[0] for widths in shapes) and shapes[0] == sorted(shapes[0], reverse=True)
@@ -139,7 +141,7 @@ def test_log_probabilities_are_those_of_the_model(chunk, make_cfg, models, tmp_p
     expected = reference(model, batch)
     found = torch.zeros_like(expected)
     weight_T = torch.randn(found.shape[1], generator=torch.Generator().manual_seed(0))
-    for micro in trainer.make_micros(batch, list(range(13)), cfg, CPU):
+    for micro in trainer.make_micros(batch, list(range(13)), cfg, policy):
         logp_N, entropy_N = policy(micro)
         ((logp_N + 2 * entropy_N) * weight_T[micro["at_N"]]).sum().backward()
         found[:, micro["at_N"]] = torch.stack((logp_N, entropy_N)).detach().double()
@@ -153,14 +155,14 @@ def test_log_probabilities_are_those_of_the_model(chunk, make_cfg, models, tmp_p
 def test_in_16_bits_masters_and_temperatures_stay_in_fp32(make_cfg, tmp_path):
     """FSDP2 casts inputs to the compute dtype: 0.6 would become 0.6016, and bias every ratio."""
     seen = []
-    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16", "trainer.head_dtype=fp32"))
+    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16"))
     head = policy.head
     policy.head = lambda *given: seen.append(given) or head(*given)
     batch = load(tmp_path)
-    logp_N, _ = policy(trainer.collate(batch.fields, batch.lens, [0], max(batch.lens), CPU))
+    logp_N, _ = policy(trainer.collate(batch.fields, batch.lens, [[0]], max(batch.lens), CPU))
     logp_N.sum().backward()
     weights, hidden_ND, target_N, temperature_N = seen[0]
-    logits_NV = hidden_ND.double() @ weights["weight"].double().T / temperature_N[:, None]
+    logits_NV = (hidden_ND @ weights["weight"].bfloat16().T).double() / temperature_N[:, None]
     expected_N = logits_NV.log_softmax(-1).gather(1, target_N[:, None])[:, 0]
     torch.testing.assert_close(expected_N, logp_N.double(), atol=1e-5, rtol=0)
     assert hidden_ND.dtype == torch.bfloat16 and set(temperature_N.tolist()) == {np.float32(0.7)}
@@ -172,7 +174,7 @@ SEEN = []
 
 def remembers(micro, logp_N, entropy_N):
     SEEN.append(micro | {"logp_N": logp_N.detach()})
-    return trainer.grpo(micro, logp_N, entropy_N)
+    return losses.grpo(micro, logp_N, entropy_N)
 
 
 remembers.uses_prox = True
@@ -326,9 +328,9 @@ def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
         found = AutoModelForCausalLM.from_pretrained(final, dtype="auto")
         assert found.dtype == torch.float32 and (final / "generation_config.json").read_text().startswith('{"do_sample')
     # A step at rate 0 scores a batch by what the run's checkpoint holds.
-    cfg = configs.load_config(tmp_path / "test.toml", more, replay=saved)
+    cfg = configs.load_config(tmp_path / "test.toml", more)
     policy = trainer.build_policy(cfg)
-    trainer.resume(final.parent, policy, trainer.make_optimizer(policy, cfg.trainer), cfg)
+    checkpoints.resume(final.parent, policy, trainer.make_optimizer(policy, cfg.trainer))
     batch = trainer.load_batch(saved / "step_000000.safetensors")
     ours = trainer.score(policy, batch, list(range(13)), cfg).double()
     torch.testing.assert_close(reference(found.double().eval(), batch)[0].detach(), ours, atol=1e-5, rtol=0)
@@ -357,8 +359,8 @@ def ranks(models, tmp_path_factory):
     runs = {"full": EPOCHS, "lora": [*LORA, *EPOCHS], "poisoned": [lossy], "whole": dropout}
 
     def argv(name, more, ranks):
-        where = [path / "test.toml", f"output_dir={path / str(ranks)}", f"run_name={name}"]
-        return [*where, *often, *more, "--replay", saved]
+        where = [path / "test.toml", saved, f"output_dir={path / str(ranks)}", f"run_name={name}"]
+        return [*where, *often, *more]
 
     two = [argv(name, more, 2) for name, more in runs.items()]
     two += [argv("half", [*dropout, "max_steps=2"], 2), argv("half", dropout, 2)]
@@ -408,8 +410,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks):
     shutil.copytree(run_dir, path / "3" / run_dir.name)
     shutil.rmtree(path / "3" / run_dir.name / "checkpoints" / "step_000003")
     more = ["checkpoint.keep=1", "trainer.micro_batch_size=2", *EPOCHS]
-    argv = [path / "test.toml", f"output_dir={path / '3'}", "run_name=full", *more, "--replay", path / "saved"]
-    with pytest.raises(ConfigError, match="belongs to another run: seed was 0, now 1"):
+    argv = [path / "test.toml", path / "saved", f"output_dir={path / '3'}", "run_name=full", *more]
+    with pytest.raises(ConfigError, match="seed was 0, now 1"):
         replays([[*argv, "seed=1"]])
     replays([argv])
     torch.testing.assert_close(final(path / "3" / run_dir.name), final(run_dir), atol=2e-5, rtol=1e-4)
@@ -448,14 +450,14 @@ def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("useless", [{"optim/grad_norm": math.nan}, {"policy/kl_sampler": 1.1}])
 def test_three_useless_steps_in_a_row_end_a_run(useless, make_cfg, replay, tmp_path, monkeypatch):
-    """Until then it syncs the version that it starts with, and each further one with its batch."""
+    """Until then it syncs the version that it starts with, and each further one."""
     make_cfg()
     (tmp_path / "test").mkdir()
     batches = write_batches(tmp_path / "test" / "batches", 5)
     synced = []
 
-    def sync(sender, policy, version, cfg, batch=None):
-        synced.append((version, batch is not None))
+    def sync(sender, policy, version, cfg):
+        synced.append(version)
         return {}
 
     def step(policy, optimizer, batch, step, cfg):
@@ -465,9 +467,10 @@ def test_three_useless_steps_in_a_row_end_a_run(useless, make_cfg, replay, tmp_p
     monkeypatch.setattr(trainer, "WeightSender", lambda *given: None)
     monkeypatch.setattr(trainer, "sync_weights", sync)
     monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
     with pytest.raises(NumericsError, match="three steps; step 4"):
-        replays([[tmp_path / "test.toml", f"output_dir={tmp_path}", "max_steps=5"]])
-    assert synced == [(0, False), (1, True), (2, True), (3, True), (4, True)]
+        trainer.main([str(tmp_path / "test.toml"), f"output_dir={tmp_path}", "max_steps=5"])
+    assert synced == [0, 1, 2, 3, 4]
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [0, 1, 2, 3]
     if "policy/kl_sampler" in useless:  # other batches may be far away
         replay(batches)
@@ -481,6 +484,12 @@ def test_replays(replay, tmp_path):
     assert not list(tmp_path.glob("test-*"))
     run_dir = replay(tmp_path / "saved", "trainer.lr_scheduler_type=linear", "max_steps=9")
     assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    shutil.rmtree(run_dir / "checkpoints" / "step_000003")
+    for other in (["trainer.lr_scheduler_type=constant"], ["trainer.lr_scheduler_type=linear", "trainer.beta=0.1"], []):
+        with pytest.raises(ConfigError, match="has begun, and .* was .*, now"):
+            replay(tmp_path / "saved", "max_steps=9", *other)
+    with pytest.raises(ConfigError, match="# batches was .*saved, now .*moved"):
+        replay((tmp_path / "saved").rename(tmp_path / "moved"), "trainer.lr_scheduler_type=linear", "max_steps=9")
 
 
 # --- servers and the canary -------------------------------------------------------------------------------------------
@@ -506,6 +515,7 @@ class Policy:
 
     vocab = 100
     device = CPU
+    shares_prefixes = False
 
     def train(self, mode=True):
         self.training = mode
@@ -521,21 +531,26 @@ def sender_that_says(number, run_dir=None):
         sender.rows = rows
         return [row + [1] * num for row in rows], torch.full([num * len(rows)], number)
 
-    sender = SimpleNamespace(extend=extend, max_dlogp=0.2, run_dir=run_dir, send=lambda blocks, version: None)
+    sender = SimpleNamespace(extend=extend, run_dir=run_dir, send=lambda blocks, version: None)
     return sender
 
 
-def test_how_the_canary_asks(make_cfg, tmp_path):
-    """With the run's temperature, from halves of the batch's rows, without dropout, and the plain distribution."""
+def test_how_the_canary_asks(make_cfg):
+    """With the run's temperature, without dropout but at the start, from rows that begin alike and end apart, and from
+    the plain distribution."""
     cfg = make_cfg("orchestrator.sampling.temperature=0.7", "trainer.use_lora=true", "trainer.lora_dropout=0.1")
     policy = Policy()
     sender = sender_that_says(0.0)
-    trainer.canary(sender, policy, 0, cfg, None)
-    assert policy.mode and set(policy.micro["temperature_N"].tolist()) == {np.float32(0.7)}
-    batch = load(tmp_path)
-    trainer.canary(sender, policy, 1, cfg, batch)
-    assert not policy.mode and policy.training
-    assert sender.rows[0] == batch.fields["tokens"][: 1 + batch.lens[0] // 2].tolist() and len(sender.rows) == 7
+    asked = []
+    for version in (0, 1):
+        trainer.canary(sender, policy, version, cfg)
+        assert policy.mode == (version == 0) and policy.training
+        assert set(policy.micro["temperature_N"].tolist()) == {np.float32(0.7)}
+        lens = [len(row) for row in sender.rows]
+        assert lens == [28, 24, 21, 17, 14, 10, 7, 3]
+        assert all(row == sender.rows[i % 2][: len(row)] for i, row in enumerate(sender.rows))
+        asked.append(sender.rows)
+    assert asked[0] != asked[1]
     bodies = []
     said = {"choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}}]}
     replies = [SimpleNamespace(json=lambda: said)] * 2  # of two servers
@@ -543,36 +558,23 @@ def test_how_the_canary_asks(make_cfg, tmp_path):
     for _ in range(2):
         rows, logp_N = trainer.WeightSender.extend(sender, 0, [[1, 2]], 3)
     assert rows == [[1, 2, 7]] * 2 and logp_N.tolist() == [-1.0, -1.0]
-    wanted = {"temperature": 0.7, "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "presence_penalty": 0}
-    assert wanted.items() <= bodies[0].items() and bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
+    assert bodies[0]["temperature"] == 0.7 and bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
 
 
-def test_the_canarys_limit(make_cfg, tmp_path):
-    batch = load(tmp_path)
-
-    def dies(first, later, override):
-        sender = sender_that_says(first)
-        try:
-            trainer.canary(sender, Policy(), 5, make_cfg(override), None)
-            sender.extend = sender_that_says(later).extend
-            for version in (6, 7):
-                trainer.canary(sender, Policy(), version, make_cfg(override), batch)
-        except RoleDied:
-            return True
-        return False
-
-    for first, later in ((0.1, 0.29), (0.001, 0.049), (0.19, 0.56)):
-        assert not dies(first, later, "trainer.dtype=bf16")
-    for first, later in ((0.1, 0.31), (0.001, 0.051), (0.21, 0.0), (math.nan, 0.0)):
-        assert dies(first, later, "trainer.dtype=bf16")
-    assert dies(0.0005, 0.0011, "trainer.dtype=fp32") and not dies(0.3, 0.9, "trainer.max_sync_dlogp=1.0")
+@pytest.mark.parametrize("override, limit", [
+    ("trainer.dtype=fp32", 1e-3), ("trainer.dtype=bf16", 0.2), ("trainer.max_sync_dlogp=1.0", 1.0)])  # fmt: skip
+def test_the_canarys_limit(override, limit, make_cfg):
+    trainer.canary(sender_that_says(0.99 * limit), Policy(), 5, make_cfg(override))
+    for number in (1.01 * limit, math.nan):
+        with pytest.raises(RoleDied, match="canary of version 5"):
+            trainer.canary(sender_that_says(number), Policy(), 5, make_cfg(override))
 
 
 def test_no_version_is_live_before_its_canary(make_cfg, tmp_path):
-    cfg, batch, sender = make_cfg(), load(tmp_path), sender_that_says(0.0, tmp_path)
+    cfg, sender = make_cfg(), sender_that_says(0.0, tmp_path)
     policy = trainer.build_policy(cfg)
     with pytest.raises(RoleDied, match="canary of version 3"):
         trainer.sync_weights(sender, policy, 3, cfg)
     assert not (tmp_path / "version").exists()
-    trainer.sync_weights(sender, policy, 3, make_cfg("trainer.max_sync_dlogp=99"), batch)
-    assert (tmp_path / "version").read_text() == "3" and sender.rows[0][0] == batch.fields["tokens"][0]
+    trainer.sync_weights(sender, policy, 3, make_cfg("trainer.max_sync_dlogp=99"))
+    assert (tmp_path / "version").read_text() == "3"

@@ -192,7 +192,6 @@ SIXTEEN_BITS = {
     "lora, two of each": [*LORA, "trainer.gpus=2", "inference.gpus=2"],
     "lora, staleness 4": [*LORA, "orchestrator.max_staleness=4"],
     "full, two ranks": ["trainer.gpus=2", "orchestrator.max_staleness=0"],
-    "full, fp32 head": ["trainer.head_dtype=fp32"],
 }
 
 

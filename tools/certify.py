@@ -92,7 +92,10 @@ def step(loss: Loss, batch: dict, logp_T: Tensor, parts=None, wider=0) -> tuple[
     for rows in parts or [[*range(len(lens))]]:
         given = fields if rows else fields | {"mask": torch.zeros_like(fields["mask"])}  # as trainer.make_micros does
         rows = rows or [0]
-        micro = trainer.collate(given, lens, rows, max(lens[row] for row in rows) + wider, "cpu") | counts
+        micro = (
+            trainer.collate(given, lens, [[row] for row in rows], max(lens[row] for row in rows) + wider, "cpu")
+            | counts
+        )
         at_N = micro["at_N"]
         loss_N, _ = trainer.compute_loss(micro, logp_T[at_N], entropy_T[at_N], loss)
         total = total + loss_N.sum() / counts["num_tokens"]

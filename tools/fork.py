@@ -18,10 +18,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import trainer
 from configs import load_config
-from configs.runtime.directory import cut_lines, identity, refuse_other
+from configs.runtime import checkpoints
+from configs.runtime.directory import cut_lines
 from configs.runtime.role import ConfigError, RunError, run_role, say
 from launch import COMMON
 from tools.show import Lines
+
+# Weights fit the model that they are of, and batches and orders know rows by their numbers.
+SHARED = "model env trainer.use_lora trainer.lora_rank trainer.lora_alpha trainer.lora_target_modules".split()
 
 
 def reachable(run: Path) -> dict[int, int]:
@@ -39,7 +43,7 @@ def reachable(run: Path) -> dict[int, int]:
     return found
 
 
-def copy(parent: Path, start: int, version: int, run_dir: Path, cfg):
+def copy(parent: Path, start: int, version: int, run_dir: Path):
     """Copies the parent's batches before a version, and its checkpoint of `start`, into a directory that is not there
     yet."""
     for part in ("batches", "checkpoints", "logs"):
@@ -51,7 +55,6 @@ def copy(parent: Path, start: int, version: int, run_dir: Path, cfg):
     if start:
         name = f"checkpoints/step_{start:06d}"
         shutil.copytree(parent / name, run_dir / name)
-        (run_dir / name / "state.json").write_text(json.dumps(identity(cfg)))
 
 
 def take_again(policy, optimizer, run: Path, step: int, cfg):
@@ -71,10 +74,10 @@ def train(parent: Path, parents, version: int, run_dir: Path, cfg):
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(parents)
     optimizer = trainer.make_optimizer(policy, parents.trainer)
-    for step in range(trainer.resume(run_dir, policy, optimizer, cfg), version):
+    for step in range(checkpoints.resume(run_dir, policy, optimizer), version):
         take_again(policy, optimizer, parent, step, parents)
         say(f"fork: step {step} again")
-    trainer.save_checkpoint(run_dir, version, policy, optimizer, cfg)
+    checkpoints.save_checkpoint(run_dir, version, policy, optimizer, cfg)
     trainer.dist.destroy_process_group()
 
 
@@ -98,10 +101,11 @@ def main(argv: list[str]):
         if version not in found:
             known = ", ".join(str(version - 1) for version in found if version)
             raise ConfigError(f"{parent}: what is there leads to no state after step {step}, only after: {known}")
-        own = identity(cfg)
-        refuse_other(identity(parents) | {key: own[key] for key in ("run_name", "seed")}, cfg, parent)
+        for key in SHARED:
+            if cfg.flat[key] != parents.flat[key]:
+                raise ConfigError(f"{parent} has {key} = {parents.flat[key]!r}, not {cfg.flat[key]!r}")
         shutil.rmtree(making, ignore_errors=True)  # of a start that was killed
-        copy(parent, found[version], version, making, cfg)
+        copy(parent, found[version], version, making)
         if found[version] < version:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1"]
             command += ["--nproc-per-node", str(cfg.trainer.gpus), __file__, *argv]

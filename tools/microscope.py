@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 import orchestrator
 import trainer
+from configs.runtime import checkpoints
 from configs.runtime.directory import run_directory
 from configs.runtime.machine import look_around
 from configs.runtime.role import ConfigError, run_role, say
@@ -51,7 +52,7 @@ SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 def snapshot(policy, optimizer) -> dict:
     """A copy of what a step changes."""
-    return tree_map(lambda x: x.detach().clone(), trainer.state_of(policy, optimizer))
+    return tree_map(lambda x: x.detach().clone(), checkpoints.state_of(policy, optimizer))
 
 
 def optimizer_at(policy, t, kept: dict):
@@ -144,7 +145,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
             if version:
                 name = f"checkpoints/step_{version:06d}"
                 os.symlink(run / name, out / name)
-                trainer.resume(out, policy, optimizer, base)
+                checkpoints.resume(out, policy, optimizer)
         while version < state:
             take_again(policy, optimizer, run, version, base)
             version += 1
@@ -157,12 +158,12 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
             if arm.orchestrator.advantage != base.orchestrator.advantage:
                 functions = (configs.find(c.orchestrator.advantage, orchestrator.ADVANTAGES) for c in (base, arm))
                 old_T, new_T = (advantages_of(path_of(run, state), function) for function in functions)
-                rest_T = batch.fields["adv"] - old_T  # what a teacher has added, or the environment
-                if not base.teacher.weight and rest_T[batch.fields["is_sampled"]].abs().max() > 1e-4:
+                rest_T = batch.fields["adv"] - old_T  # what is imitated
+                if rest_T[batch.fields["is_sampled"]].abs().max() > 1e-4:  # or a teacher has added to it
                     raise ConfigError(f"a batch lacks what {base.orchestrator.advantage} knew of its rollouts")
                 batch.fields["adv"] = rest_T + new_T
             numbers, _ = trainer.train_step(policy, optimizer_at(policy, arm.trainer, kept), batch, state, arm)
-            trainer.sync_weights(sender, policy, state + 1, cfg, batch)
+            trainer.sync_weights(sender, policy, state + 1, cfg)
             line = {"state": state, "arm": name, "reward": loop.run_until_complete(evaluate(cfg, envs, state + 1))}
             line |= {"entropy": numbers["policy/entropy"]} | moved(later, before_T, score(policy, later, base))
             with open(out / "states.jsonl", "a") as file:

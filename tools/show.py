@@ -184,7 +184,7 @@ def token_effects(run: Path, batch, logp_T) -> dict:
 
     t = load_config(run / "config.toml").trainer  # it also finds the modules beside the TOML of the run
     rows = [row for row, num in enumerate(batch.counts) if num]
-    micro = trainer.collate(batch.fields, batch.lens, rows, max(batch.lens), "cpu")
+    micro = trainer.collate(batch.fields, batch.lens, [[row] for row in rows], max(batch.lens), "cpu")
     micro |= {"num_tokens": sum(batch.counts), "max_tokens": batch.info["max_tokens"]}
     micro["num_sequences"] = sum(batch.shares[row] for row in rows)
     logp_N = logp_T[micro["at_N"]].requires_grad_()

@@ -33,7 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs import load_config
-from configs.runtime.directory import cut_lines, redacted
+from configs.runtime.directory import cut_lines
 from configs.runtime.role import say
 from configs.serving.flags import as_flags, server_options
 from tools import show
@@ -160,9 +160,9 @@ def commands(run: Path, cfg) -> list[str]:
     python = show.from_root(sys.executable)
     final = show.from_root(run / "final")
     served = server_options(cfg, "final", True, False)
-    keys = ["host", "dtype", "max_model_len", "chat_template", "hf_overrides", *cfg.inference.args]
+    keys = ["host", "dtype", "max_model_len", "chat_template", *cfg.inference.args]
     options = {"model": final, "served_model_name": "final"}
-    options |= {key: served[key] for key in keys if served.get(key, "REDACTED") != "REDACTED"}
+    options |= {key: served[key] for key in keys if key in served}
     if cfg.trainer.use_lora:
         options |= {"model": cfg.run.model, "served_model_name": "base", "lora_modules": f"final={final}"}
         options |= {"enable_lora": True, "max_lora_rank": max(8, 1 << (cfg.trainer.lora_rank - 1).bit_length())}
@@ -196,7 +196,7 @@ class Tracker:
             return
         self.module = importlib.import_module(name)
         place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": os.environ.get("ROLEMODEL_GROUP")}
-        place |= {"name": self.sent["id"], "resume": "allow", "config": redacted(cfg.flat)}
+        place |= {"name": self.sent["id"], "resume": "allow", "config": cfg.flat}
         if name == "trackio":
             self.module.init(**place, embed=False)
         else:

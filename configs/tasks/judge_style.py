@@ -5,7 +5,7 @@ The rule is simple, so that one can see how good the judge is: true_score, which
 
 import random
 
-from configs.environments.judge import JudgeRubric
+from configs.environments.judge import Judge
 from configs.tasks.reverse_text import CONSONANTS, VOWELS
 from env import Messages, Rubric, SingleTurnEnv
 
@@ -66,5 +66,5 @@ def load_environment(num_eval=NUM_EVAL, **judge) -> SingleTurnEnv:
     """judge: arguments of Judge in configs/environments/judge.py. Without judge_models and base_url the policy's own
     server is the judge, which works only while training."""
     judge = {"template": TEMPLATE, "scale": SCALE, "sampling": {"max_tokens": 16}} | judge
-    rubric = Rubric([first_letters, true_score], [0.2, 0.0], rubrics=[JudgeRubric(**judge)])
+    rubric = Rubric([first_letters, true_score, Judge(**judge)], [0.2, 0.0, 1.0])
     return SingleTurnEnv(rows()[num_eval:], rows()[:num_eval], rubric=rubric)

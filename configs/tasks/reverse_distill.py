@@ -1,14 +1,15 @@
 """reverse_text without rewards in the gradient: a teacher that has read the answer before the word scores each letter
 (configs/algorithms/distill.py). The rewards only measure."""
 
+from configs.algorithms.distill import taught
 from configs.tasks import reverse_text
-from env import Messages
+from env import Messages, SingleTurnEnv
 
 WARM_UP_STEPS = 240
 
 
-def hint(state: dict, states: list[dict]) -> Messages:
-    """What the teacher reads: teacher.prompt."""
+def hint(state: dict) -> Messages:
+    """What the teacher reads."""
     return with_answer(state["prompt"][-1]["content"], state["answer"])
 
 
@@ -31,4 +32,5 @@ def demonstrations(num: int) -> list[Messages]:
     return talks
 
 
-load_environment = reverse_text.load_environment
+def load_environment(**args) -> SingleTurnEnv:
+    return taught(reverse_text.load_environment(**args), weight=1.0, prompt=hint)

@@ -34,7 +34,7 @@ def rows(policy):
     fields = {"tokens": torch.randint(policy.vocab, [sum(lens)]), "mask": torch.cat(masks)}
     fields["temperature"] = torch.ones(sum(lens))
     tokens = fields["tokens"].to(policy.device).split(lens)
-    return trainer.collate(fields, lens, list(range(8)), 256, policy.device), tokens
+    return trainer.collate(fields, lens, [[row] for row in range(8)], 256, policy.device), tokens
 
 
 def check_kernels(toml):

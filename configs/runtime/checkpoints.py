@@ -1,0 +1,80 @@
+"""What outlives the trainer's process: checkpoints, and final/."""
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from configs.runtime.directory import cut_lines
+from configs.runtime.role import heartbeat
+from configs.serving import adapters
+
+
+def state_of(policy, optimizer):
+    """What training changes: the live tensors, not copies, of which each rank has its part."""
+    weights = policy.trained()
+    moments = {name: optimizer.state[p] for name, p in weights.items() if p in optimizer.state}
+    return {"policy": weights, "optimizer": moments, "extra": policy.extra}
+
+
+def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
+    """Every rank writes its part; any number of ranks can read it back. The rename makes it visible. Collective."""
+    path = run_dir / "checkpoints" / f"step_{step:06d}"
+    tmp = path.with_suffix(".tmp")
+    # A file for each tensor: with one for all, torch keeps them all in pinned host memory (pytorch #195982).
+    dcp.save(state_of(policy, optimizer), storage_writer=dcp.FileSystemWriter(tmp, single_file_per_rank=False))
+    if dist.get_rank() > 0:
+        return
+    os.rename(tmp, path)
+    for old in sorted(path.parent.glob("step_??????"))[: -cfg.checkpoint.keep]:
+        shutil.rmtree(old)
+
+
+def resume(run_dir: Path, policy, optimizer) -> int:
+    """Loads the last checkpoint in place, if there is one, and returns its step. Collective."""
+    path = max((run_dir / "checkpoints").glob("step_??????"), default=None)
+    step = 0
+    if path:
+        step = int(path.name.removeprefix("step_"))
+        get_optimizer_state_dict(policy, optimizer)  # creates the tensors to load into, by a step with rate 0
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # optimizer.<name>.exp_avg, ...
+        parts = {key.rpartition(".")[0] for key in saved}
+        for name, p in policy.trained().items():
+            if f"optimizer.{name}" not in parts:
+                optimizer.state.pop(p, None)  # no gradient had reached it
+        dcp.load(state_of(policy, optimizer), checkpoint_id=path)
+    if dist.get_rank() == 0:
+        cut_lines(run_dir / "metrics.jsonl", step)
+    return step
+
+
+def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
+    """Writes final/, which transformers (LoRA: peft) and vLLM load. blocks: of trainer.stream_weights. Collective."""
+    final = run_dir / "final"
+    tensors = {}
+    for block in blocks:
+        heartbeat()
+        if dist.get_rank() == 0:
+            tensors |= {name: tensor.cpu().contiguous() for name, tensor in block.items()}
+    if dist.get_rank() > 0:
+        return
+    if cfg.trainer.use_lora:
+        adapters.write(final, tensors, cfg.run.model, cfg.trainer._asdict())
+    else:
+        final.mkdir(exist_ok=True)
+        save_file(tensors, final / "model.safetensors", {"format": "pt"})
+        source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
+        for file in source.glob("*_config.json"):  # of generation, and of a composite model's images
+            shutil.copy(file, final)
+        model.config.dtype = next(iter(tensors.values())).dtype
+        model.config.save_pretrained(final)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
+    if cfg.run.chat_template:
+        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+    tokenizer.save_pretrained(final)

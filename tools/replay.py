@@ -1,0 +1,58 @@
+"""Trains on saved batches, without a server: another loss, rate or number of epochs on the rollouts of a run.
+
+    python tools/replay.py config.toml outputs/run/batches trainer.loss=grpo run_name=other
+
+It ends with the batches or at max_steps. <run_name>-replay-<loss> is then the directory of a run without rollouts. The
+same command resumes it; torchrun gives it more ranks."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import configs
+import trainer
+from configs.runtime import checkpoints
+from configs.runtime.directory import refuse_other, run_directory
+from configs.runtime.role import ConfigError, run_role
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", metavar="config.toml")
+    parser.add_argument("batches", type=Path, metavar="DIR")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value")
+    args = parser.parse_args(argv)
+    cfg = configs.load_config(args.config, args.overrides)
+    configs.find(cfg.trainer.loss, trainer.LOSSES)
+    paths = sorted(args.batches.glob("step_*.safetensors"))[: cfg.run.max_steps]
+    if not paths:
+        raise ConfigError(f"{args.batches}: there is no batch of a step below max_steps")
+    cfg.run = cfg.run._replace(max_steps=len(paths))  # where the learning rate's schedule ends
+    run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}")
+    text = f"{configs.to_toml(cfg)}# batches = {args.batches.resolve()}\n"
+    refuse_other(run_dir, text)
+    if (run_dir / "checkpoints" / f"step_{len(paths):06d}").exists():
+        raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")
+    (run_dir / "config.toml").write_text(text)
+    trainer.start_distributed(cfg)
+    policy = trainer.build_policy(cfg)
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
+    for step in range(checkpoints.resume(run_dir, policy, optimizer), len(paths)):
+        began = time.perf_counter()
+        batch = trainer.load_batch(paths[step])
+        numbers, table = trainer.train_step(policy, optimizer, batch, step, cfg)
+        metrics = batch.info["metrics"] | numbers | {"time/step_s": time.perf_counter() - began}
+        if trainer.dist.get_rank() == 0:
+            trainer.log_step(run_dir, step, metrics, table["policy/logp"])
+        is_due = cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0
+        if is_due or step + 1 == len(paths):
+            checkpoints.save_checkpoint(run_dir, step + 1, policy, optimizer, cfg)
+    blocks = trainer.stream_weights(policy.model, trainer.DTYPES[cfg.trainer.dtype], cfg.trainer.use_lora)
+    checkpoints.write_final(run_dir, policy.model, blocks, cfg)
+    trainer.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_role("replay", "tools.replay")
