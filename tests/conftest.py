@@ -106,14 +106,19 @@ def distributed():
 
 
 def make_sequences(num=12, seed=0, vocab=100, longest=24, group=4):
-    """Random sequences in groups, with old_logp around -log(vocab), where a random model is."""
+    """Random sequences, with old_logp around -log(vocab), where a random model is. Those of a group share a prompt; the
+    second begins as the first one whole or is its beginning, and the third has a token more than the prompt in common
+    with the second."""
     rng = np.random.default_rng(seed)
     sequences = []
     for i in range(num):
-        prompt = rng.integers(1, 7)
+        prompt = prompt if i % group else rng.integers(1, 7)
         size = prompt + rng.integers(1, longest - 5)
         mask = np.arange(size) >= prompt
         s = Sequence(rng.integers(0, vocab, size), mask, turn=np.zeros(size, np.int32))
+        if i % group:
+            before = sequences[-1].tokens[: {1: None, 2: prompt + 1}.get(i % group, prompt)]
+            s.tokens[: len(before)] = before[:size]
         s.old_logp = np.where(mask, -4.6 + rng.uniform(-0.5, 0.5, size), np.nan).astype(np.float32)
         s.adv = np.float32(rng.normal()) * mask
         s.info = {"env": "test", "example": i // group, "group": i // group, "attempt": 0, "rollout": i % group}

@@ -100,12 +100,14 @@ def test_the_estimate_of_memory_by_hand(models, tmp_path):
     Each of two layers keeps 32 keys and 32 values of a token in bf16."""
     (tmp_path / "a.toml").write_text(BASE.format(model=models["untied"]))
     base = ["trainer.dtype=bf16", "trainer.gradient_checkpointing=true"]
-    cases = [[*base, f"trainer.gpus={num}"] for num in (1, 2)]
+    offload = ["trainer.offload_optimizer=false", "trainer.offload_optimizer=true"]
+    cases = [[*base, f"trainer.gpus={num}", x] for num in (1, 2) for x in offload]
     command = [sys.executable, "-c", ESTIMATES, str(tmp_path / "a.toml"), json.dumps(cases)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     ((small, fewer), (large, more)), needs = json.loads(done.stdout.splitlines()[0])
+    need, offloaded, half, half_offloaded = needs
     model = transformers.AutoModelForCausalLM.from_pretrained(models["untied"])
     resident = 16 * sum(p.numel() for p in model.parameters())
-    assert needs[0] - needs[1] == pytest.approx(resident / 2, rel=0.01)
+    assert [need - offloaded, half - half_offloaded] == pytest.approx([resident, resident / 2], rel=0.01)
     assert [large - small, (more - fewer) * 2 * (32 + 32) * 2] == pytest.approx([0.92 * 8 * 2**30] * 2, rel=1e-5)
     assert "ConfigError: the trainer needs 0.0 GiB of -0.2; if memory is short" in done.stderr

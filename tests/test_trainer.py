@@ -106,22 +106,45 @@ def test_numbers_of_sequences_are_fields(tmp_path):
         load(tmp_path, change=lambda sequences: sequences[3].adv.put(2, np.nan))
 
 
+def test_a_tree(make_cfg):
+    """Two rows that fork, in the order of their tokens; each position sees its own row alone."""
+    fields = {"tokens": torch.tensor([7, 8, 9, 4, 7, 8, 5, 6]), "mask": torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])}
+    batch = trainer.Batch(fields, [4, 4], [2, 2], [1.0, 1.0], {})
+    policy = Policy()
+    assert trainer.plant(batch, [0, 1], 6, policy) == [(4, [0]), (4, [1])]
+    policy.shares_prefixes = True
+    assert trainer.plant(batch, [0, 1], 6, policy) == [(6, [1, 0])]
+    assert len(trainer.plant(batch, [0, 1], 5, policy)) == 2  # it has six tokens
+    policy.hidden_size = 1  # attention, which a tree has more of, is all that costs
+    assert len(trainer.plant(batch, [0, 1], 6, policy)) == 2
+    micro = trainer.collate(fields, batch.lens, [[1, 0]], 8, CPU)
+    assert micro["ids_BW"].tolist() == [[7, 8, 5, 6, 9, 4, 7, 7]]
+    assert micro["position_BW"].tolist() == [[0, 1, 2, 3, 2, 3, 0, 0]]
+    assert micro["end_BW"].tolist() == [[6, 6, 4, 4, 6, 6, 8, 8]]
+    assert micro["tokens_N"].tolist() == [5, 6, 9, 4] and micro["row_N"].tolist() == [0, 0, 1, 1]
+    assert micro["at_N"].tolist() == [6, 7, 2, 3] and micro["index_N"].tolist() == [1, 2, 1, 4]
+
+
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("world", [1, 3])
-def test_micro_batches_hold_each_row_once(world, make_cfg, tmp_path, monkeypatch):
+def test_micro_batches_hold_each_row_once(world, shares, make_cfg, tmp_path, monkeypatch):
     cfg = make_cfg("trainer.micro_batch_size=1")
     batch = load(tmp_path)
     monkeypatch.setattr(trainer.dist, "get_world_size", lambda: world)
     seen = Counter()
     shapes = []
+    policy = Policy()
+    policy.shares_prefixes = shares
     for rank in range(world):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
-        micros = trainer.make_micros(batch, list(range(13)), cfg, Policy())
+        micros = trainer.make_micros(batch, list(range(13)), cfg, policy)
         shapes.append([micro["ids_BW"].shape[1] for micro in micros])
         for micro in micros:
             seen.update(micro["at_N"].tolist())
-            assert micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])  # no tree has two rows
+            assert shares or micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])  # a row is one of ids_BW
             assert micro["ids_BW"].numel() <= 64  # and one of the sequences is imitated
             assert (micro["num_tokens"], micro["num_sequences"], micro["max_tokens"]) == (sum(batch.counts), 12, 16)
+            assert (micro["num_computed"] < sum(batch.lens)) == shares
     assert all(widths == shapes[0] for widths in shapes) and shapes[0] == sorted(shapes[0], reverse=True)
     assert seen == Counter(batch.fields["mask"].nonzero().flatten().tolist())
     assert len(shapes[0]) <= math.ceil(1.6 * sum(batch.lens) / 64 / world) + 1  # little is padding
@@ -356,7 +379,7 @@ def ranks(models, tmp_path_factory):
     often = ["checkpoint.every=2", "checkpoint.keep=9", "trainer.micro_batch_size=2"]
     lossy = "trainer.loss=test_trainer:poisoned"
     dropout = [*LORA, "trainer.lora_dropout=0.2", "trainer.ref_sync_steps=1", *EPOCHS]
-    runs = {"full": EPOCHS, "lora": [*LORA, *EPOCHS], "poisoned": [lossy], "whole": dropout}
+    runs = {"full": EPOCHS, "lora": [*LORA, "trainer.learning_rate=1e-3", *EPOCHS], "poisoned": [lossy], "whole": dropout}
 
     def argv(name, more, ranks):
         where = [path / "test.toml", saved, f"output_dir={path / str(ranks)}", f"run_name={name}"]
@@ -515,7 +538,9 @@ class Policy:
 
     vocab = 100
     device = CPU
+    attention = "sdpa"
     shares_prefixes = False
+    hidden_size = 64
 
     def train(self, mode=True):
         self.training = mode
