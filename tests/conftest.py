@@ -111,6 +111,7 @@ def make_sequences(num=12, seed=0, vocab=100, longest=24, group=4):
     with the second."""
     rng = np.random.default_rng(seed)
     sequences = []
+    prompt = 0  # its length
     for i in range(num):
         prompt = prompt if i % group else rng.integers(1, 7)
         size = prompt + rng.integers(1, longest - 5)

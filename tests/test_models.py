@@ -92,7 +92,8 @@ def batch(tmp_path):
 def micro_of(batch, trees=None):
     """All rows, each for itself if no trees are given, padded beyond the longest."""
     trees = trees or [[row] for row in range(len(batch.lens))]
-    return trainer.collate(batch.fields, batch.lens, trees, 3 + max(sum(batch.lens[i] for i in t) for t in trees), "cpu")
+    width = 3 + max(sum(batch.lens[row] for row in tree) for tree in trees)
+    return trainer.collate(batch.fields, batch.lens, trees, width, "cpu")
 
 
 def scored(network, batch):
@@ -106,7 +107,7 @@ def scored(network, batch):
 
 def sent(policy, cfg):
     """What a sync broadcasts."""
-    blocks = trainer.stream_weights(policy.model, trainer.DTYPES[cfg.trainer.dtype], cfg.sends_adapters)
+    blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.sends_adapters)
     return {name: w.clone() for block in blocks for name, w in block.items()}
 
 

@@ -141,7 +141,7 @@ def test_micro_batches_hold_each_row_once(world, shares, make_cfg, tmp_path, mon
         shapes.append([micro["ids_BW"].shape[1] for micro in micros])
         for micro in micros:
             seen.update(micro["at_N"].tolist())
-            assert shares or micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])  # a row is one of ids_BW
+            assert shares or micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])
             assert micro["ids_BW"].numel() <= 64  # and one of the sequences is imitated
             assert (micro["num_tokens"], micro["num_sequences"], micro["max_tokens"]) == (sum(batch.counts), 12, 16)
             assert (micro["num_computed"] < sum(batch.lens)) == shares
@@ -379,7 +379,8 @@ def ranks(models, tmp_path_factory):
     often = ["checkpoint.every=2", "checkpoint.keep=9", "trainer.micro_batch_size=2"]
     lossy = "trainer.loss=test_trainer:poisoned"
     dropout = [*LORA, "trainer.lora_dropout=0.2", "trainer.ref_sync_steps=1", *EPOCHS]
-    runs = {"full": EPOCHS, "lora": [*LORA, "trainer.learning_rate=1e-3", *EPOCHS], "poisoned": [lossy], "whole": dropout}
+    slow = [*LORA, *EPOCHS, "trainer.learning_rate=1e-3"]
+    runs = {"full": EPOCHS, "lora": slow, "poisoned": [lossy], "whole": dropout}
 
     def argv(name, more, ranks):
         where = [path / "test.toml", saved, f"output_dir={path / str(ranks)}", f"run_name={name}"]

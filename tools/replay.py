@@ -49,7 +49,7 @@ def main(argv: list[str]):
         is_due = cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0
         if is_due or step + 1 == len(paths):
             checkpoints.save_checkpoint(run_dir, step + 1, policy, optimizer, cfg)
-    blocks = trainer.stream_weights(policy.model, trainer.DTYPES[cfg.trainer.dtype], cfg.trainer.use_lora)
+    blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
     checkpoints.write_final(run_dir, policy.model, blocks, cfg)
     trainer.dist.destroy_process_group()
 
