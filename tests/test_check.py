@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -103,7 +104,7 @@ def test_the_estimate_of_memory_by_hand(models, tmp_path):
     cases = [[*base, f"trainer.gpus={num}"] for num in (1, 2)]
     command = [sys.executable, "-c", ESTIMATES, str(tmp_path / "a.toml"), json.dumps(cases)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    ((small, fewer), (large, more)), needs = json.loads(done.stdout.splitlines()[0])
+    ((small, fewer), (large, more)), needs = json.loads(re.search(r"^\[\[.*", done.stdout, re.MULTILINE)[0])
     model = transformers.AutoModelForCausalLM.from_pretrained(models["untied"])
     resident = 16 * sum(p.numel() for p in model.parameters())
     assert needs[0] - needs[1] == pytest.approx(resident / 2, rel=0.01)
