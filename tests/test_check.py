@@ -68,7 +68,7 @@ def chance(completion):
 
 @pytest.mark.parametrize("env, problem", [
     (SingleTurnEnv(ROWS, rubric=Rubric([chance])), ""),
-    (Turns(ROWS, max_turns=2, rubric=Rubric([chance])), "12 of 12 rollouts of several turns fork"),
+    (Turns(ROWS, max_turns=2, rubric=Rubric([chance])), "of 12 rollouts of several turns fork"),  # which ones is chance
     (SingleTurnEnv(ROWS, rubric=Rubric()), "3 groups, 3 flat; mean reward 0.000 (0 to 0): take easier rows"),
     (SingleTurnEnv(ROWS, rubric=Rubric([len])), "12 of 12 rollouts were lost, mostly: TypeError: len() takes"),
 ])  # fmt: skip
