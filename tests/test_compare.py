@@ -1,5 +1,6 @@
 """tools/compare.py: studies that are killed and go on, runs that end early, numbers of runs, what may be claimed."""
 
+import glob
 import multiprocessing
 import os
 import shlex
@@ -111,7 +112,8 @@ def test_runs_that_exist_already(study, tmp_path):
         if path.name != "high-seed1":  # which is not finished
             (path / "done").write_text("20\n")
     out = tmp_path / "again"
-    argv = ["--runs", f"a={tmp_path}/out/low-*", f"b={tmp_path}/out/high-*", "--out", str(out)]
+    runs = f"{glob.escape(str(tmp_path))}/out"
+    argv = ["--runs", f"a={runs}/low-*", f"b={runs}/high-*", "--out", str(out)]
     compare.main(argv)
     text = (out / "compare.md").read_text()
     assert "| b | 1 | 0.700 |" in text and "a and b: one seed shows nothing (-0.100)" in text
