@@ -3,6 +3,7 @@ moved, and with each example two batches are sampled, trained on, and resumed af
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -86,7 +87,9 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
         (patched / name).write_text("\n" * 30 + (ROOT / name).read_text())  # a patch finds its place by its context
     for kind, text in EXAMPLES[title]:
         if kind == "diff":
-            done = subprocess.run(["git", "apply", "-v"], input=text, cwd=patched, capture_output=True, text=True)
+            env = os.environ | {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+            how = {"input": text, "cwd": patched, "env": env, "capture_output": True, "text": True}
+            done = subprocess.run(["git", "apply", "-v"], **how)
             assert "Applied patch" in done.stderr, done.stderr
             continue
         if not text.startswith("# "):  # the README's tasks

@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, needs_namespaces
 from scripted import Policy
 
 from configs.environments import endpoint, sandbox
@@ -35,9 +35,7 @@ ASKED = [{"role": "user", "content": "x"}]
 ROW = {"question": "4 {mode}?", "answer": "the right answer", "mode": "environment", "level": 3, "info": {"a": 1}}
 
 
-trial = "unshare --user --map-root-user --mount --net --pid --ipc --fork true"
-# Many containers forbid them. This asks the kernel, not the code under test.
-pytestmark = pytest.mark.skipif(bool(subprocess.run(trial, shell=True).returncode), reason="no namespaces here")
+pytestmark = needs_namespaces
 both = pytest.mark.parametrize("how", [{"allow_code": True}, {"sandbox": True}], ids=str)
 
 
@@ -118,7 +116,7 @@ def test_a_command_gets_its_row_and_the_endpoint_and_no_secret(how, monkeypatch,
 
 @both
 def test_an_exit_code_loses_the_rollout_unless_it_is_forgiven(how):
-    with pytest.raises(CommandFailed, match="sh ended with exit code 7: a first line\nthe reason"):
+    with pytest.raises(CommandFailed, match="(?s)sh ended with exit code 7: .*a first line\nthe reason"):
         play(after_asking(FAILS), forgive=[8, LookupError], **how)
     (state,) = play(after_asking(FAILS), forgive=[LookupError, 7], **how)
     assert state["agent"]["forgiven"] == 1 and state["agent"]["requests"] == 1
@@ -201,7 +199,8 @@ def box():
 def test_what_the_model_sees(box):
     assert box.run("open('x', 'x').write('6')\nprint(6 * 7)") == "42" == box.run("open('x', 'x')\nprint(42)")
     assert box.run("") == "[nothing printed]" and box.run("import sys; sys.exit(3)") == "[exit code 3]"
-    assert box.run("print(1)\n1 / 0").splitlines()[::3] == ["1", "ZeroDivisionError: division by zero"]
+    said = box.run("print(1)\n1 / 0")
+    assert said.startswith("1\nTraceback") and said.endswith("\nZeroDivisionError: division by zero")
     assert box.run("print(1, flush=True)\nwhile 1: pass", 1) == "1\n[stopped after 1 s]"
     said = box.run("print('x' * 10**5)\n1 / 0")
     assert said.startswith("xxx") and "[cut: 100001 bytes printed]" in said and "division" in said

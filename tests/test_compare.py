@@ -1,13 +1,15 @@
 """tools/compare.py: studies that are killed and go on, runs that end early, numbers of runs, what may be claimed."""
 
+import glob
 import multiprocessing
 import os
+import shlex
 import signal
-import subprocess
 import sys
 import time
 
 import numpy as np
+import psutil
 import pytest
 from conftest import BASE, lines
 from safetensors.numpy import save_file
@@ -41,7 +43,7 @@ GOOD = ["--arm", "low: trainer.learning_rate=0.1", "--arm", "high: trainer.learn
 def study(tmp_path, models, monkeypatch):
     """study(*args) -> the lines of compare.jsonl: main() with LAUNCH."""
     (tmp_path / "launch.py").write_text(LAUNCH)
-    (tmp_path / "launch.sh").write_text(f'exec {sys.executable} {tmp_path}/launch.py "$@"\n')
+    (tmp_path / "launch.sh").write_text(f'exec {shlex.join([sys.executable, f"{tmp_path}/launch.py"])} "$@"\n')
     (tmp_path / "it.toml").write_text(BASE.format(model=models["untied"]))
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -86,7 +88,7 @@ def test_a_study_that_is_killed_goes_on(study, tmp_path):
         os.kill(process.pid, number)
         process.join()
         assert process.exitcode == (-9 if number == signal.SIGKILL else 143)
-        while subprocess.run(["pgrep", "-f", f"{tmp_path}/launch.py"], capture_output=True).stdout:
+        while any(f"{tmp_path}/launch.py" in (p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])):
             time.sleep(0.02)
     assert [line["exit"] for line in study(*command)] == [0, 0]
 
@@ -110,7 +112,8 @@ def test_runs_that_exist_already(study, tmp_path):
         if path.name != "high-seed1":  # which is not finished
             (path / "done").write_text("20\n")
     out = tmp_path / "again"
-    argv = ["--runs", f"a={tmp_path}/out/low-*", f"b={tmp_path}/out/high-*", "--out", str(out)]
+    runs = f"{glob.escape(str(tmp_path))}/out"
+    argv = ["--runs", f"a={runs}/low-*", f"b={runs}/high-*", "--out", str(out)]
     compare.main(argv)
     text = (out / "compare.md").read_text()
     assert "| b | 1 | 0.700 |" in text and "a and b: one seed shows nothing (-0.100)" in text

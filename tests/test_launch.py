@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -11,7 +12,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import BASE, all_batches, lines, start, write_run
+from conftest import BASE, FAKE_SERVER, all_batches, lines, needs_namespaces, start, write_run
 from safetensors.torch import load_file
 
 import launch as launcher
@@ -127,8 +128,7 @@ class Run:
         for log in self.dir.glob("logs/*"):
             log.unlink()
         toml = write_run(path, model, STEPS, TASK)
-        env = {"SERVER": f"{sys.executable} tests/fake_vllm.py", "WATCH": ""} | env
-        env["PATH"] = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+        env = {"SERVER": FAKE_SERVER, "WATCH": ""} | env
         self.process = start([*before, "bash", "launch.sh", str(toml), *HOW, *overrides], self.log, **env)
         self.known = {}  # {pid: process} of all that it has been seen to start
 
@@ -159,7 +159,8 @@ class Run:
         process.send_signal(number)
 
     def end(self, code):
-        """Waits for the end, after which nothing is left. Returns the last line of the console."""
+        """Waits for the end, after which nothing is left. Returns the last line of the console that is the launcher's,
+        where libraries may write as well."""
         while self.process.poll() is None:
             self.processes()
             time.sleep(0.1)
@@ -167,7 +168,7 @@ class Run:
         psutil.wait_procs(self.known.values(), timeout=15)
         assert not self.processes()
         assert code in (-9, 2) or not [*self.dir.glob("**/*.tmp"), *self.dir.glob("tmp")]
-        return "".join(self.log.read_text().splitlines()[-1:])
+        return "".join(re.findall(r"\[(?:launch|fork)\] .*", self.log.read_text())[-1:])
 
 
 @pytest.fixture(scope="module")
@@ -194,12 +195,24 @@ def test_an_undisturbed_run(undisturbed, models):
     assert (undisturbed.dir / "config.toml").read_text() == config
 
 
+# Takes longer than the watchdog would wait for it.
+MAKE = """
+import sys, time
+from configs.runtime.role import heartbeat
+for _ in range(20):
+    heartbeat()
+    time.sleep(0.3)
+sys.exit("no recipe")
+"""
+
+
 @pytest.mark.slow
 def test_what_ends_at_once(models, tmp_path):
     """Before anything has started, or by the first that is killed."""
     assert "key 'max_stepps': unknown" in Run(tmp_path, models["untied"], "max_stepps=1").end(2)
-    (tmp_path / "make.py").write_text("import sys; sys.exit('no recipe')")
-    last = Run(tmp_path, "none", f"prepare={tmp_path / 'make.py'}").end(3)
+    (tmp_path / "a [b]").mkdir()
+    (tmp_path / "make.py").write_text(MAKE)
+    last = Run(tmp_path / "a [b]", "none", f"prepare={tmp_path / 'make.py'}", "prepare_timeout=4").end(3)
     assert "ended with status 1 before the run was done (role=prepare exit=3" in last
     for role in ("server", "orchestrator", "agent", "launch.sh"):
         run = Run(tmp_path, models["untied"])
@@ -280,7 +293,7 @@ def test_one_step_under_the_microscope(undisturbed, tmp_path):
     arms = ("a: trainer.loss=cispo", "b: trainer.loss=cispo", "c: orchestrator.advantage=advantages:permuted")
     words = [word for arm in arms for word in ("--arm", arm)]
     command = [sys.executable, "tools/microscope.py", str(undisturbed.dir), *words, "--states", "2", "--out", str(out)]
-    start(command, tmp_path / "log", SERVER=f"{sys.executable} tests/fake_vllm.py").wait()
+    start(command, tmp_path / "log", SERVER=FAKE_SERVER).wait()
     found = {(line["state"], line.pop("arm")): line for line in lines(out / "states.jsonl")}
     assert found.keys() == {(state, arm) for state in (0, 2) for arm in "abc"}, (tmp_path / "log").read_text()
     assert all(found[state, "a"] == found[state, "b"] and found[state, "c"]["kl"] > 0 for state in (0, 2))
@@ -289,21 +302,25 @@ def test_one_step_under_the_microscope(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_hung_and_out_of_disk(models, fake_servers, tmp_path):
-    """The first run sends adapters, which each version's requests name, to a server of its own: another one may have
-    another run's weights below them."""
-    how = (models["untied"], f'inference.urls=["{fake_servers()}"]')
-    name = {"ROLEMODEL_RUN_ID": "run"}
+def test_hung(models, tmp_path):
+    """It sends adapters, which each version's requests name, to a server of its own: another one may have another run's
+    weights below them."""
     hasty = ("watchdog=6", "orchestrator.generation_timeout=5", "trainer.use_lora=true", "trainer.dtype=bf16")
-    run = Run(tmp_path, models["untied"], *hasty, **name)
+    run = Run(tmp_path, models["untied"], *hasty, ROLEMODEL_RUN_ID="run")
     run.wait_for((run.dir / "batches" / "step_000001.safetensors").exists)
     assert {path.name for path in run.dir.glob("adapters/*")} >= {"run-v0", "run-v1"}
     run.kill("orchestrator", signal.SIGSTOP)
     assert "no role made progress for 6 s (watchdog)" in run.end(3)
     for log in ("orchestrator", "trainer"):
         assert "most recent call first" in (run.dir / "logs" / f"{log}.log").read_text()
+
+
+@needs_namespaces
+@pytest.mark.slow
+def test_out_of_disk(models, fake_servers, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
-    run = Run(tmp_path, *how, f"output_dir={disk}", before=["unshare", "-rm", "sh", "-c", mount, "sh"], **name)
+    before = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(disk)]
+    how = (models["untied"], f'inference.urls=["{fake_servers()}"]', f"output_dir={disk}")
+    run = Run(tmp_path, *how, before=before, ROLEMODEL_RUN_ID="run")
     assert "(role=trainer exit=6 log=" in run.end(6)

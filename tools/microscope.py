@@ -222,7 +222,8 @@ def main(argv: list[str]):
     for part in ("checkpoints", "tmp"):
         (out / part).mkdir(parents=True)  # an earlier one is not overwritten
     os.environ["ROLEMODEL_RUN_ID"] = out.name
-    roles = {role.name: role for role in plan(cfg, look_around(configs.load_config(file, given), [], str(out / "tmp")))}
+    tmp = f"/proc/{os.getpid()}/fd/{os.open(out, os.O_RDONLY)}/tmp"  # short, as in launch.py
+    roles = {role.name: role for role in plan(cfg, look_around(configs.load_config(file, given), [], tmp))}
     os.environ.update(COMMON | os.environ | roles["trainer"].env)
     cfg = configs.load_config(file, given)  # with the server's address
     env = os.environ | roles["inference"].env

@@ -175,8 +175,8 @@ class Command:
             Path(place, "socket").touch()
             options = {"cwd": place, "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
             done = subprocess.run(self.command(words, 8000), timeout=sandbox.START_TIMEOUT, **options)
-        problem = (done.stdout + done.stderr).strip().replace("\n", "; ")
-        return problem or (f"exit code {done.returncode}" if done.returncode else "")
+        errors = done.stderr or f"exit code {done.returncode}"  # without a code, a shell's warning about its locale
+        return (done.stdout + (errors if done.returncode else "")).strip().replace("\n", "; ")
 
 
 @contextlib.asynccontextmanager
