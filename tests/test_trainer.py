@@ -115,7 +115,7 @@ def test_a_tree(make_cfg):
     policy.shares_prefixes = True
     assert trainer.plant(batch, [0, 1], 6, policy) == [(6, [1, 0])]
     assert len(trainer.plant(batch, [0, 1], 5, policy)) == 2  # it has six tokens
-    policy.hidden_size = 0.1  # then attention, of which a tree has more, costs most
+    policy.pair_cost = 1.0  # then attention, of which a tree has more, costs most
     assert len(trainer.plant(batch, [0, 1], 6, policy)) == 2
     micro = trainer.collate(fields, batch.lens, [[1, 0]], 8, CPU)
     assert micro["ids_BW"].tolist() == [[7, 8, 5, 6, 9, 4, 7, 7]]
@@ -539,9 +539,9 @@ class Policy:
 
     vocab = 100
     device = CPU
-    attention = "sdpa"
     shares_prefixes = False
-    hidden_size = 64
+    pair_cost = 0.0
+    widest_tree = math.inf
 
     def train(self, mode=True):
         self.training = mode

@@ -45,7 +45,7 @@ def main(argv: list[str]):
         numbers, table = trainer.train_step(policy, optimizer, batch, step, cfg)
         metrics = batch.info["metrics"] | numbers | {"time/step_s": time.perf_counter() - began}
         if trainer.dist.get_rank() == 0:
-            trainer.log_step(run_dir, step, metrics, table["policy/logp"])
+            checkpoints.log_step(run_dir, step, metrics, table["policy/logp"])
         is_due = cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0
         if is_due or step + 1 == len(paths):
             checkpoints.save_checkpoint(run_dir, step + 1, policy, optimizer, cfg)

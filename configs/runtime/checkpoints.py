@@ -1,10 +1,14 @@
-"""What outlives the trainer's process: checkpoints, and final/."""
+"""What outlives the trainer's process: metrics, checkpoints, and final/."""
 
+import json
+import math
 import os
 import shutil
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
@@ -12,8 +16,20 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from configs.runtime.directory import cut_lines
-from configs.runtime.role import heartbeat
+from configs.runtime.role import heartbeat, say
 from configs.serving import adapters
+
+
+def log_step(run_dir: Path, step: int, metrics: dict, logp_T: torch.Tensor):
+    """Writes every finite number to metrics.jsonl, logp beside the batch for tools, and a line to the console."""
+    save_file({"logp": logp_T.cpu()}, run_dir / "batches" / f"logp_{step:06d}.safetensors")
+    line = {"step": step, "time": time.time(), "version": step + 1}
+    line |= {key: value for key, value in metrics.items() if math.isfinite(value)}
+    with open(run_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+    text = f"step {step:5d} | reward {metrics.get('reward/mean', math.nan):.3g} | loss {metrics['loss']:.3g}"
+    text += f" | kl {metrics['policy/kl_sampler']:.3g} | entropy {metrics['policy/entropy']:.3g}"
+    say(f"{text} | seconds {metrics['time/step_s']:.3g}")
 
 
 def state_of(policy, optimizer):
