@@ -78,7 +78,7 @@ def test_rows_come_from_lists_files_and_datasets(tmp_path):
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
     assert load_rows(rows) == load_rows(path) == load_rows(str(path)) == load_rows(Dataset.from_list(rows)) == rows
     path.write_bytes(path.read_bytes() + '{"question": "é"}'.encode("latin-1"))
-    with pytest.raises(UnicodeDecodeError):
+    with pytest.raises(ConfigError, match="rows.jsonl, line 4, is not a JSON object in UTF-8"):
         load_rows(path)
 
 
