@@ -87,9 +87,8 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
         (patched / name).write_text("\n" * 30 + (ROOT / name).read_text())  # a patch finds its place by its context
     for kind, text in EXAMPLES[title]:
         if kind == "diff":
-            env = os.environ | {"LC_ALL": "C", "GIT_CEILING_DIRECTORIES": str(tmp_path)}
-            how = {"input": text, "cwd": patched, "env": env, "capture_output": True, "text": True}
-            done = subprocess.run(["git", "apply", "-v"], **how)
+            how = {"env": os.environ | {"LC_ALL": "C"}, "capture_output": True, "text": True}
+            done = subprocess.run(["git", "apply", "-v"], input=text, cwd=patched, **how)
             assert "Applied patch" in done.stderr, done.stderr
             continue
         if not text.startswith("# "):  # the README's tasks
