@@ -14,6 +14,8 @@ the request's seed, so runs repeat exactly. FAKE in the environment, or a POST t
      "discard": true,                weights are received and thrown away
      "orphan": true}                 its engine outlives it, as vLLM's does with tensor parallelism
 
+The POST also brings back the model's own weights, which an earlier test's run may have replaced.
+
 Like vLLM's server it has an engine process, without which it answers /health and nothing else."""
 
 import argparse
@@ -66,6 +68,7 @@ class Network(WeightReceiver):
         self.rank = 0
         self.device = torch.device("cpu")
         self.model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).eval()
+        self.first = {name: w.clone() for name, w in self.model.state_dict().items()}
         self.adapters = {}  # name: scale, layers' tensors
 
     @torch.no_grad()
@@ -136,6 +139,7 @@ class Server:
     async def fake(self, request):
         FAKE.clear()
         FAKE.update(await request.json())
+        self.network.model.load_state_dict(self.network.first)
         self.num = 0
 
     async def health(self, request):

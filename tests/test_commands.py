@@ -172,8 +172,8 @@ def test_a_sandbox_has_no_way_out(kind, outside, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("outside")
     monkeypatch.setattr(Command, "memory", 256 << 20)
     monkeypatch.setattr(Command, "processes", 30)
-    read = f"{ROOT}/env.py {ROOT}/ /root/ {tmp_path}/file /etc/shadow /proc/{os.getpid()}/environ /proc/1/environ "
-    read = f"{read} /proc/1/root/ /proc/1/root/etc/shadow".split()
+    read = [f"{ROOT}/env.py", f"{ROOT}/", "/root/", f"{tmp_path}/file", "/etc/shadow", f"/proc/{os.getpid()}/environ"]
+    read += ["/proc/1/environ", "/proc/1/root/", "/proc/1/root/etc/shadow"]
     write = ["/", "/usr", "/etc", "/dev", "/dev/shm", str(ROOT), outside]
     with socket.create_server(("127.0.0.1", 0)) as server:
         case = json.dumps({"read": read, "write": write, "port": server.getsockname()[1], "pid": os.getpid()})

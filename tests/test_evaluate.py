@@ -64,7 +64,7 @@ def trained_text(s):
 
 def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    args = f"{toml} --eval --n 3 --rollouts-per-example 4 --out {tmp_path}/out eval.temperature=0.0".split()
+    args = [toml, *"--eval --n 3 --rollouts-per-example 4 eval.temperature=0.0 --out".split(), f"{tmp_path}/out"]
     args.append("orchestrator.sampling.chat_template_kwargs={enable_thinking=false}")  # sent because it is asked for
     with by_turns("abcd", "a", "bad", "abcdef", also=["chat_template_kwargs"]) as server:
         evaluate.main([*args, "--base-url", server.url])
@@ -81,9 +81,9 @@ def test_a_service_that_knows_openais_api_alone(tmp_path, toml, capsys, monkeypa
 
 
 def test_a_stop_string_ends_the_answer_of_any_service(tmp_path, toml):
-    args = f'{toml} --eval --n 1 --rollouts-per-example 1 --out {tmp_path}/out orchestrator.sampling.stop=["d","f"]'
+    args = [toml, *"--eval --n 1 --rollouts-per-example 1 --out".split(), f"{tmp_path}/out"]
     with by_turns("abcdef") as server:
-        evaluate.main([*args.split(), "--base-url", server.url])
+        evaluate.main([*args, "--base-url", server.url, 'orchestrator.sampling.stop=["d","f"]'])
     (line,) = lines(tmp_path / "out")
     assert line["completion"] == say("abcd") and not line["truncated"] and "stop" not in server.bodies[0]
 
@@ -92,7 +92,7 @@ def test_vllm_is_sampled_as_the_runs_own_evaluations_sample(run, fake_servers, c
     """The same rows, random numbers, limits and rewards."""
     more = ["eval.every=1", "eval.num_examples=6", "eval.rollouts_per_example=2", "eval.max_tokens=4"]
     run_dir = run(1, '[env]\nid = "reverse_text"', *more, fake={"uniform": False})
-    args = f"{run_dir}.toml --eval --base-url {fake_servers()}/v1 --out {run_dir}/again.jsonl".split()
+    args = [f"{run_dir}.toml", "--eval", "--base-url", f"{fake_servers()}/v1", "--out", f"{run_dir}/again.jsonl"]
     evaluate.main([*args, *more])
     first = [line for line in lines(run_dir / "eval_rollouts.jsonl") if line["step"] == 0]
     again = sorted(lines(run_dir / "again.jsonl"), key=lambda line: (line["example"], line["rollout"]))
