@@ -289,7 +289,8 @@ def hint(state):
     return [*state["prompt"], {"role": "user", "content": state["answer"]}, state["completion"][-1]]
 
 
-TEACHER = ["orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0"]
+DISTILL = "trainer.loss=losses:distill"
+TEACHER = ["orchestrator.advantage=advantages:zero", "orchestrator.max_staleness=0", DISTILL]
 
 
 @pytest.mark.parametrize("kind, prompt", [(SingleTurnEnv, None), (Turns, hint)])
@@ -316,8 +317,21 @@ def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind
             expected[63 - len(prefix) :] = 0  # vLLM scores no prompt that fills its context
             np.testing.assert_allclose(s["adv"][first:], expected, atol=1e-4)
             assert expected.any() and not s["adv"][:first].any()
+            assert (s["taught"] == 0.5 * (s["adv"] != 0)).all()
             lens.append(len(s["tokens"]))
     assert max(lens) == 64 or prompt
+
+
+def test_a_teachers_advantage_is_over_the_policy_of_now():
+    """The gradient of KL(policy || teacher) is r (logp - teacher_logp) dlogp, however far the policy is from the one
+    that sampled. The sequence of the last token has no teacher."""
+    teacher, old, adv = double([-1.0, -2.0, -0.5]), double([-1.5, -1.0, -1.0]), double([0.25, 0.0, 0.5])
+    weight = double([0.5, 0.5, math.nan])
+    logp = double([-1.25, -1.5, -2.0]).requires_grad_()
+    micro = micro_of(old, adv + (weight * (teacher - old)).nan_to_num(), taught_N=weight)
+    step_loss("losses:distill", micro, logp)
+    expected = -(logp - old).exp() * (adv + double([0.5 * 0.25, 0.5 * -0.5, 0.0])) / 3
+    torch.testing.assert_close(logp.grad, expected.detach())
 
 
 def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
@@ -349,7 +363,7 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
     monkeypatch.setattr(distill, "Client", Client)
 
     def teach(*overrides, urls=("http://127.0.0.1:8",), **how):
-        cfg = make_cfg(f"inference.urls={json.dumps(urls)}", *overrides)
+        cfg = make_cfg(f"inference.urls={json.dumps(urls)}", DISTILL, *overrides)
         s = Sequence([5, 6], [False, True], [np.nan, -1.0], [0, 0], [0.0, 0.0])
         state = {"cfg": cfg, "replies": [{"model": "test-v7"}]}
         asyncio.run(distill.taught(Adds(QUESTIONS), 0.5, **how).add_fields(state, [s]))
@@ -361,9 +375,11 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
     assert teach(*lora) == ("", "test-v7") and teach(*lora, frozen=True) == ("", "test")
     elsewhere = {"base_url": "http://127.0.0.1:9", "model": "large"}
     assert teach(**elsewhere) == ("http://127.0.0.1:9", "large")
-    for how, wrong in ((["orchestrator.sampling.temperature=0.5"], {}), ([], {"frozen": True})):
-        with pytest.raises(ConfigError, match="teacher"):
-            teach(*how, **wrong)
+    for wrong in ("orchestrator.sampling.temperature=0.5", "trainer.loss=cispo"):
+        with pytest.raises(ConfigError, match="a teacher: needs"):
+            teach(wrong)
+    with pytest.raises(ConfigError, match="a frozen teacher"):
+        teach(frozen=True)
     Client.tokens = [2]
     with pytest.raises(ConfigError, match="its vocabulary is not the policy's"):
         teach(**elsewhere)

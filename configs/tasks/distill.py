@@ -3,6 +3,8 @@
     [env]
     id = "distill"
     args = { id = "reverse_text", weight = 1.0, base_url = "http://127.0.0.1:9000" }
+    [trainer]
+    loss = "losses:distill"
 
 prompt = "module:function" names what the teacher reads in place of the prompt; args = { ... } are the task's."""
 
