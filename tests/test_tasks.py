@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 import transformers
 from conftest import ROOT
-from plain_server import PlainServer
 from scripted import play
 
 from configs import load_config
 from configs.models import toy
 from configs.models.demonstrations import tokenize_conversation
 from configs.runtime.role import ConfigError
-from configs.tasks import gsm8k, judge_style, math_python, reverse_distill, wiki_search
+from configs.tasks import gsm8k, math_python, reverse_distill, wiki_search
 from configs.tasks import reasoning_gym as rg
 from env import load_environment
 
-TOYS = "alphabet_sort gsm8k judge_style math_python reasoning_gym reverse_text reverse_vf wiki_search".split()
+TOYS = "alphabet_sort gsm8k math_python reasoning_gym reverse_text reverse_vf wiki_search".split()
 
 
 def test_every_configuration_loads():
@@ -194,21 +193,6 @@ def test_answers_that_break_a_scorer_are_wrong_and_none_is_run_as_code():
         (row,) = env.dataset
         assert play(env, row, f"<answer>{answer}</answer>")[2]["score_answer"] == 0
         assert play(env, row, f"<answer>{row['answer']}</answer>")[2]["score_answer"] == 1
-
-
-def test_judge_style():
-    def by_the_rule(body):
-        return f"<score>{2 * min(body['messages'][-1]['content'].removeprefix('score ').count('a'), 5)}</score>"
-
-    with PlainServer(by_the_rule) as server:
-        env = load_environment("judge_style", {"base_url": server.url, "judge_models": ["m"]})
-        row = {"question": "word ki", "answer": "ki"}
-        for word, score, first in (("kixx", 0, 1), ("kiaxa", 0.4, 1), ("aaaaaaa", 1, 0)):
-            _, reward, metrics = play(env, row, word)
-            assert metrics == {"judge": score, "true_score": score, "first_letters": first}
-            assert reward == pytest.approx(score + 0.2 * first)
-    for talk in judge_style.demonstrations(500)[::2]:
-        assert by_the_rule({"messages": talk[:1]}) == talk[1]["content"]
 
 
 # --- the toys' warm-up ------------------------------------------------------------------------------------------------
