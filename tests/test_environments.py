@@ -8,13 +8,11 @@ import pytest
 from plain_server import PlainServer
 from scripted import play
 
-from configs.environments.echo import echo
 from configs.environments.judge import Judge, JudgeRubric
 from configs.environments.parsers import XMLParser, extract_boxed_answer
 from configs.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
 from configs.environments.tools import ToolEnv
 from env import MultiTurnEnv, Rubric, SingleTurnEnv
-from orchestrator import Sequence
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}]
 
@@ -168,9 +166,3 @@ def test_rewards_by_turn_and_by_agent():
         for value in values:
             with pytest.raises(ValueError):
                 play(Echo(ROWS, max_turns=3, rubric=kind([lambda v=value: v])), ROWS[0], "1", "2", "3")
-
-
-def test_echo_imitates_what_others_say_after_the_first_turn():
-    s = Sequence(tokens=[1, 2, 3, 4, 5], mask=[False, True, False, True, False])
-    echo(SingleTurnEnv(ROWS), 0.25).add_fields({}, [s])
-    assert s.adv.tolist() == [0, 0, 0.25, 0, 0.25]
