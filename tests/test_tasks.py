@@ -22,7 +22,7 @@ from configs.tasks import gsm8k, math_python, reverse_distill, wiki_search
 from configs.tasks import reasoning_gym as rg
 from env import load_environment
 
-TOYS = "alphabet_sort gsm8k math_python reasoning_gym reverse_text reverse_vf wiki_search".split()
+TOYS = "alphabet_sort gsm8k math_python reasoning_gym reverse_text wiki_search".split()
 
 
 def test_every_configuration_loads():

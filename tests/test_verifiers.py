@@ -50,6 +50,20 @@ def test_turns_and_settings_come_through():
     assert reward == 0.5 * metrics["letters"] == 0.5 * (ord("b") % 7) and len(env.eval_dataset) == 1
 
 
+INSTALLED = """
+import test_verifiers as t
+def load_environment(weight):
+    return t.vf.SingleTurnEnv(**t.DATA, rubric=t.vf.Rubric([t.letters], [weight]))
+"""
+
+
+def test_an_installed_environment_is_named_by_its_id(tmp_path, monkeypatch):
+    (tmp_path / "my_env.py").write_text(INSTALLED)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = load_environment("someone/my-env", {"weight": 0.5})
+    assert play(env, env.dataset[0], "b")[1] == 0.5 * (ord("b") % 7)
+
+
 def double(a: int) -> str:
     """Double a number.
 
