@@ -9,9 +9,8 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     time:       how much is left, and in the end where it went
     result:     what was learned, and how to serve and evaluate it
 It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
-environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb, trackio or
-tensorboard get metrics and evaluations, the first two also a table of rollouts from every tenth batch. The numbers of
-batch n are filed under n + 1, the version that it made."""
+environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb gets metrics, evaluations and
+a table of rollouts from every tenth batch. The numbers of batch n are filed under n + 1, the version that it made."""
 
 import argparse
 import importlib
@@ -33,6 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from configs import load_config
+from configs.algorithms.evaluation import means
 from configs.runtime.directory import cut_lines
 from configs.runtime.role import say
 from configs.serving.flags import as_flags, server_options
@@ -128,19 +128,13 @@ def percentiles(lines: list[dict]) -> dict[str, float]:
 
 def numbers_of(lines: list[dict]) -> dict[str, float]:
     """Of the rollouts of one environment, what metrics.jsonl has of the whole batch."""
-    columns = defaultdict(list)
-    for line in lines:
-        if not line["error"]:
-            columns["rollout/truncated"].append(line["truncated"])
-            columns["rollout/turns"].append(line["num_turns"])
-        if line["reward"] is not None:
-            columns["reward/mean"].append(line["reward"])
-        for function, value in line["metrics"].items():
-            columns[f"reward/{function}"].append(value)
-    numbers = {key: float(np.mean(values)) for key, values in columns.items()} | percentiles(lines)
+    sizes = [{"turns": line["num_turns"], "truncated": line["truncated"]} for line in lines if not line["error"]]
+    rewards = [{"mean": line["reward"]} for line in lines if line["reward"] is not None]
+    numbers = means([line["metrics"] for line in lines] + rewards, "reward/") | means(sizes, "rollout/")
     numbers |= {"rollout/num": len(lines), "rollout/errors": sum(bool(line["error"]) for line in lines)}
     reasons = Counter(group[0]["dropped"] or "kept" for group in grouped(lines, "group", "attempt"))
-    return numbers | {f"group/{reason}": reasons[reason] for reason in ("kept", "flat", "failed", "long")}
+    numbers |= {f"group/{reason}": reasons[reason] for reason in ("kept", "flat", "failed", "long")}
+    return numbers | percentiles(lines)
 
 
 def grouped(lines: list[dict], *keys: str) -> list[list[dict]]:
@@ -171,55 +165,37 @@ def commands(run: Path, cfg) -> list[str]:
     return [shlex.join([python, "-m", "configs.serving.server", *as_flags(options)]), shlex.join(evaluate)]
 
 
-# --- trackers ---------------------------------------------------------------------------------------------------------
+# --- wandb ------------------------------------------------------------------------------------------------------------
 
 
 class Tracker:
     """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
-    that a resumed run trains again are not sent again. Account and place are set as the tracker wants it:
-    WANDB_PROJECT, WANDB_MODE=offline, TRACKIO_DIR, ..."""
+    that a resumed run trains again are not sent again. Account and place are set as wandb wants it: WANDB_PROJECT,
+    WANDB_MODE=offline, ..."""
 
     COLUMNS = ["step", "env", "example", "rollout", "reward", "truncated", "prompt", "completion"]
 
     def __init__(self, name: str, run: Path, cfg):
-        self.name = name
         self.file = run / "tracker.json"
-        self.sent = {"tracker": name, "id": f"{run.name}-{os.urandom(4).hex()}"}
-        known = json.loads(self.file.read_text()) if self.file.exists() else self.sent
-        if known["tracker"] == name:  # another tracker gets all of it
-            self.sent = known
+        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}
+        if self.file.exists():
+            self.sent = json.loads(self.file.read_text())
         self.write()  # another attempt must find the id
-        if name == "tensorboard":
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(run / "tensorboard")
-            return
-        self.module = importlib.import_module(name)
+        self.wandb = importlib.import_module(name)
         place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": os.environ.get("ROLEMODEL_GROUP")}
-        place |= {"name": self.sent["id"], "resume": "allow", "config": cfg.flat}
-        if name == "trackio":
-            self.module.init(**place, embed=False)
-        else:
-            self.module.init(**place, id=self.sent["id"], dir=run)
-            self.module.define_metric("*", step_metric="version")
+        self.wandb.init(**place, id=self.sent["id"], name=self.sent["id"], resume="allow", config=cfg.flat, dir=run)
+        self.wandb.define_metric("*", step_metric="version")
 
     def log(self, kind: str, version: int, values: dict):
-        """values: {name: a number, or a table of the tracker's}."""
-        if version <= self.sent.get(kind, -1):
-            return
-        if self.name == "tensorboard":
-            for key, value in values.items():
-                self.writer.add_scalar(key, value, version)
-        elif self.name == "trackio":
-            self.module.log(values, step=version)
-        else:
-            self.module.log(values | {"version": version})
-        self.sent[kind] = version
+        """values: {name: a number, or a table of wandb's}."""
+        if version > self.sent.get(kind, -1):
+            self.wandb.log(values | {"version": version})
+            self.sent[kind] = version
 
     def add_step(self, line: dict, rollouts: list[dict]):
         """A line of metrics.jsonl and, at every tenth, a table of the batch's first rollouts."""
         self.log("metrics", line["version"], {key: x for key, x in line.items() if "/" in key or key == "loss"})
-        if line["step"] % 10 or not rollouts or self.name == "tensorboard":
+        if line["step"] % 10 or not rollouts:
             return
         rows = []
         for rollout in rollouts[:64]:
@@ -228,28 +204,18 @@ class Tracker:
                 messages = show.as_messages(rollout[key])
                 texts[key] = "\n".join(f"{message['role']}: {show.text_of(message)}" for message in messages)
             rows.append([(rollout | texts)[column] for column in self.COLUMNS])
-        self.log("rollouts", line["version"], {"rollouts": self.module.Table(columns=self.COLUMNS, data=rows)})
+        self.log("rollouts", line["version"], {"rollouts": self.wandb.Table(columns=self.COLUMNS, data=rows)})
 
     def add_evaluation(self, line: dict):
         name = f"eval/{line['env']}"
         numbers = {f"{name}/{key}": x for key, x in line.items() if type(x) in (int, float) and key != "step"}
         self.log(name, line["step"], numbers)
 
-    def save(self):
+    def finish(self):
         """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash it
         gets them again."""
-        if self.name == "tensorboard":
-            self.writer.flush()
-        if self.name != "wandb":
-            self.write()
-
-    def finish(self):
-        if self.name == "tensorboard":
-            self.writer.close()
-        else:
-            self.module.finish()
-        if self.name == "wandb":
-            self.module.teardown()  # finish() does not wait for wandb's own process, which writes its file
+        self.wandb.finish()
+        self.wandb.teardown()  # finish() does not wait for wandb's own process, which writes its file
         self.write()
 
     def write(self):
@@ -331,7 +297,6 @@ class Watch:
             self.report_evaluation(line)
         if not self.is_drawn and time.monotonic() > self.drawn + PAUSE:
             self.attempt("curves.png", self.draw)
-        self.track("save")
 
     def added_to(self, line: dict, rollouts: list[dict]) -> dict:
         """A line of metrics.jsonl with what watch.jsonl has of its step."""
@@ -432,7 +397,7 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=show.run_with("config.toml"))
     parser.add_argument("--once", action="store_true", help="read what exists, and do not wait for more")
-    parser.add_argument("--tracker", choices=("wandb", "trackio", "tensorboard"), help="default: the configuration's")
+    parser.add_argument("--tracker", choices=["wandb"], help="default: the configuration's")
     args = parser.parse_args(argv)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):  # the launcher aborts roles of a run that hangs
