@@ -1,4 +1,4 @@
-"""Says in seconds what a loss or an advantage is, on random numbers in float64: no model, no run.
+"""Checks the properties of a loss or an advantage in seconds, on random numbers in float64: no model, no run.
 
     python tools/certify.py losses:gspo epsilon=0.001                    # as trainer.loss and trainer.loss_args
     python tools/certify.py advantages:maxrl                             # as orchestrator.advantage

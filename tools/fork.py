@@ -57,7 +57,7 @@ def copy(parent: Path, start: int, version: int, run_dir: Path):
         shutil.copytree(parent / name, run_dir / name)
 
 
-def take_again(policy, optimizer, run: Path, step: int, cfg):
+def repeat_step(policy, optimizer, run: Path, step: int, cfg):
     """Takes a step that a run has taken. Raises ConfigError if it is another one now."""
     batch = trainer.load_batch(run / "batches" / f"step_{step:06d}.safetensors")
     metrics, _ = trainer.train_step(policy, optimizer, batch, step, cfg)
@@ -75,7 +75,7 @@ def train(parent: Path, parents, version: int, run_dir: Path, cfg):
     policy = trainer.build_policy(parents)
     optimizer = trainer.make_optimizer(policy, parents.trainer)
     for step in range(checkpoints.resume(run_dir, policy, optimizer), version):
-        take_again(policy, optimizer, parent, step, parents)
+        repeat_step(policy, optimizer, parent, step, parents)
         say(f"fork: step {step} again")
     checkpoints.save_checkpoint(run_dir, version, policy, optimizer, cfg)
     trainer.dist.destroy_process_group()

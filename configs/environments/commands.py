@@ -4,12 +4,13 @@
     AgentEnv(Command(["node", "/opt/agent/cli.js", "{prompt}"], sandbox=True, show=["/opt/agent"]), rows)
 
 Words may hold {base_url}, {prompt} (the text of the user's last message) and {key}, a text or number of the row. What
-the command prints is state["result"]. If it fails the rollout is lost, unless `forgive` has its exit code.
+the command prints is state["result"]. If it fails the rollout is discarded, unless `forgive` has its exit code.
 
 Its environment is the run's, without what looks like a secret, and with:
     OPENAI_BASE_URL, OPENAI_API_BASE, ANTHROPIC_BASE_URL, and keys that mean nothing
     TASK                the row as JSON without its answer; keep solutions out of its other columns. Not set above
-                        100 kB: Linux allows 128 KiB for a variable, and for a word: a longer {prompt} loses its rollout
+                        100 kB: Linux allows 128 KiB for a variable, and for a word: with a longer {prompt} the
+                        rollout is discarded
     HOME, TMPDIR        its working directory, which is new and empty, and is removed afterwards
 
 A command runs what the model writes. Without a sandbox that can read and change whatever this user can, but all its
