@@ -22,9 +22,9 @@ PY=.venv/bin/python
 [ -x "$PY" ] || PY=python3
 resolve='
 import sys
-from configs import arguments
+from configs import load_config
 from configs.runtime.directory import run_directory
-cfg = arguments(None, sys.argv[1:])
+cfg = load_config(sys.argv[1], sys.argv[2:])
 print(cfg.trainer.gpus, cfg.run.max_steps, run_directory(cfg))'
 resolved=$(PYTHONPATH=$PWD "$PY" -c "$resolve" "$config" "$@")
 read -r gpus max_steps run_dir <<<"$resolved"

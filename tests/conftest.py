@@ -1,6 +1,7 @@
 """Fixtures: tiny models made on the spot, configurations, batches, one fake server per session."""
 
 import asyncio
+import importlib
 import json
 import os
 import random
@@ -109,6 +110,17 @@ def make_cfg(tmp_path, models):
         return load_config(path, [f"output_dir={tmp_path}", *overrides])
 
     return make
+
+
+@pytest.fixture
+def own_modules(tmp_path, monkeypatch):
+    """Modules in tmp_path are found, and forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    importlib.invalidate_caches()
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(tmp_path) in str(getattr(module, "__file__", "")):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session", autouse=True)

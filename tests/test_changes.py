@@ -1,7 +1,6 @@
 """The examples of README.md and configs/README.md are taken out of the documents: patches apply to files that have
 moved, and with each example two batches are sampled, trained on, and resumed after the first."""
 
-import importlib
 import json
 import os
 import re
@@ -56,17 +55,6 @@ def model_url():
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-@pytest.fixture
-def own_modules(tmp_path, monkeypatch):
-    """Modules in tmp_path are found, and forgotten afterwards."""
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    importlib.invalidate_caches()
-    yield
-    for name, module in list(sys.modules.items()):
-        if str(tmp_path) in str(getattr(module, "__file__", "")):
-            del sys.modules[name]
 
 
 def as_role(path, monkeypatch):

@@ -15,10 +15,12 @@ from env import SingleTurnEnv
 
 
 @pytest.mark.parametrize("override, named", [
-    ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; .* is 'trainer.learning_rate'"),
+    ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; the nearest are trainer.learning_rate, "),
+    ("trainer.lr=1", "nearest are trainer.learning_rate, "),
     ("max_steps=1.5", "'max_steps' = 1.5: must be of type int"),
     ("trainer.beta=-1", "must be at least 0"),
-    ("trainer.micro_batch_size=0", "must be above 0"),
+    ("env.ratio=0", "must be above 0"),
+    ("orchestrator.batch_size=0", "must be above 0"),
     ("orchestrator.rollouts_per_example=1", "rollouts_per_example: at least 2"),
     ("orchestrator.batch_size=18", "orchestrator.batch_size: a multiple"),
     ("orchestrator.generation_timeout=900", "generation_timeout: below watchdog"),
@@ -78,21 +80,19 @@ def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypa
     assert found.trainer.sync_backend == "gloo" and 'sync_backend = ""' in to_toml(found)
 
 
-def test_what_a_key_names(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
+def test_what_a_key_names(tmp_path, own_modules):
     (tmp_path / "mine.py").write_text("def loss(): return 1")
     assert configs.find("mine:loss")() == 1 and configs.find("losses:gspo") and configs.find("a", {"a": 2}) == 2
     assert configs.find("grpo", {"grpo": "losses:grpo"}) is configs.find("losses:grpo")
     with pytest.raises(ConfigError, match="must be one of"):
         configs.find("b", {"a": 2})
-    for name, wrong in (("muon", "'muon': must be one of"), ("mine:los", "mine has no 'los'")):
+    for name, wrong in (("muon", "'muon': must be one of"), ("mine:los", "mine.py'> has no 'los'")):
         with pytest.raises(ConfigError, match=wrong):
             configs.find(name)
     (tmp_path / "orders").mkdir()
-    assert configs.find("orders:Difficulty")
-    (tmp_path / "losses.py").write_text("")
-    with pytest.raises(ConfigError, match="two modules 'losses'"):
-        configs.find("losses:gspo")
+    assert configs.find("orders:Difficulty")  # a mere folder replaces nothing
+    (tmp_path / "losses.py").write_text("def gspo(): return 2")
+    assert configs.find("losses:gspo")() == 2  # a copy that was changed does
 
 
 def test_a_directory_belongs_to_one_run(make_cfg, tmp_path):
