@@ -219,7 +219,7 @@ def start(command, log, **env):
         return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env, cwd=ROOT, start_new_session=True)
 
 
-def wait_for(url, process, log, timeout_s=240):
+def wait_for(url, process, log, timeout_s=600):
     """Waits for a server's /health."""
     deadline = time.monotonic() + timeout_s
     while True:
