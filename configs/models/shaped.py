@@ -23,10 +23,10 @@ def make_shaped(path: Path, tokenizer):
     shape = {"layers": 2, "hidden": 64, "vocab": 1000} if os.environ.get("SHAPE") == "toy" else QWEN3
     toy.make_model(path, tokenizer, tied=True, **shape)
     file = path / "tokenizer.json"
-    about = json.loads(file.read_text())
-    known = {*about["model"]["vocab"].values(), *(token["id"] for token in about["added_tokens"])}
-    about["model"]["vocab"] |= {f"<{i}>": i for i in range(shape["vocab"]) if i not in known}
-    file.write_text(json.dumps(about))
+    tokens = json.loads(file.read_text())
+    known = {*tokens["model"]["vocab"].values(), *(token["id"] for token in tokens["added_tokens"])}
+    tokens["model"]["vocab"] |= {f"<{i}>": i for i in range(shape["vocab"]) if i not in known}
+    file.write_text(json.dumps(tokens))
 
 
 def main(argv):

