@@ -190,16 +190,11 @@ def test_advantages_by_hand(name):
     assert group[0].dropped == ("flat" if name == "zero" else "")
 
 
-def test_permuted_and_running():
+def test_permuted_rewards_and_those_that_are_refused():
     rewards = np.arange(8.0)
     found = [advantages.permuted(rewards, group_of(rewards, group=[number] * 8)).tolist() for number in (*range(20), 0)]
     assert found[0] == found[-1] and len({tuple(row) for row in found}) > 15
     assert all(sorted(row) == (rewards - 3.5).tolist() for row in found)
-    advantages.BASELINES.clear()
-    found = [advantages.running(np.full(4, x), group_of(R)).tolist() for x in (1.0, 0.0, 0.0)]
-    assert found == [[0] * 4, [-1] * 4, pytest.approx([-(0.95**4)] * 4)]
-    group = group_of(R, state=[{"rewarded": "critic"}] * 4)
-    assert advantages.running(np.full(4, 0.5), group).tolist() == [0] * 4  # each agent has a baseline of its own
     cut = group_of(R, metrics=PARTS, state=[{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4)  # of zeroed rewards
     for wrong in (lambda: advantages.gdpo(np.array([0.0, 1.0, 0.0, 5.0]), cut), lambda: advantages.maxrl(-rewards, [])):
         with pytest.raises(ConfigError):

@@ -10,7 +10,7 @@ from tools import certify
 
 LOSSES = ["cispo", "grpo", *(f"losses:{x}" for x in "dr_grpo gspo dppo icepop sapo truncated sequence_masked".split())]
 ADVANTAGES = ["mean", "std", "turns:by_turn"]
-ADVANTAGES += [f"advantages:{name}" for name in "zero permuted leave_one_out maxrl gdpo brief running".split()]
+ADVANTAGES += [f"advantages:{name}" for name in "zero permuted leave_one_out maxrl gdpo brief".split()]
 
 
 def divided_twice(micro, logp_N, entropy_N):  # by the accumulation steps too (ms-swift #10117)
