@@ -1,4 +1,4 @@
-"""Any task with a teacher beside its rewards: configs/algorithms/distill.py.
+r"""Any task with a teacher beside its rewards: configs/algorithms/distill.py.
 
     [env]
     id = "distill"
@@ -6,7 +6,16 @@
     [trainer]
     loss = "losses:distill"
 
-prompt = "module:function" names what the teacher reads in place of the prompt; args = { ... } are the task's."""
+prompt = "module:function" names what the teacher reads in place of the prompt; args = { ... } are the task's.
+
+The manual's figure has as its teacher what reverse_text.toml made, and as its student a toy that was made with
+reverse_text.WARM_UP_STEPS = 80:
+
+    python -m configs.serving.server --model outputs/reverse_text/final --host 127.0.0.1 --port 9000 --dtype float32 \
+        --max-model-len 64
+    bash launch.sh configs/reverse_text.toml model=STUDENT max_steps=60 eval.every=20 env.id=distill \
+        'env.args={ id = "reverse_text", weight = 1.0, base_url = "http://127.0.0.1:9000" }' \
+        orchestrator.advantage=advantages:zero trainer.loss=losses:distill"""
 
 import env
 from configs import find
