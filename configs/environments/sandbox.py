@@ -213,7 +213,7 @@ def is_inside(path: str | Path, folders: Iterable[str]) -> bool:
 
 
 def bind_read_only(path: str) -> list[str]:
-    """Returns shell lines that show a path in NEW_ROOT. Each mount point below it must be made read-only by itself."""
+    """Returns shell lines that show a path in NEW_ROOT. Each mount point below it must be made read-only on its own."""
     lines = [f"mount -n --rbind {shlex.quote(path)} {shlex.quote(NEW_ROOT + path)}"]
     mounts = mount_points()
     below = [point for point, _ in mounts if point != path and is_inside(point, [path])]
