@@ -41,7 +41,7 @@ from configs.runtime.role import ConfigError, run_role, say
 from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
 from tools.compare import interval, p_value, parse_arms
-from tools.fork import reachable, take_again
+from tools.fork import reachable, repeat_step
 from tools.show import run_with, with_interval
 
 # What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
@@ -147,7 +147,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
                 os.symlink(run / name, out / name)
                 checkpoints.resume(out, policy, optimizer)
         while version < state:
-            take_again(policy, optimizer, run, version, base)
+            repeat_step(policy, optimizer, run, version, base)
             version += 1
         kept = snapshot(policy, optimizer)
         later = trainer.load_batch(path_of(run, state + 1))
