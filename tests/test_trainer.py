@@ -192,6 +192,23 @@ def test_in_16_bits_masters_and_temperatures_stay_in_fp32(make_cfg, tmp_path):
     assert {p.dtype for p in policy.parameters()} == {p.grad.dtype for p in policy.parameters()} == {torch.float32}
 
 
+def test_in_16_bits_masters_begin_anywhere_in_their_cell(make_cfg, models, tmp_path):
+    """Version 0 is the file bit for bit, and a small update shows in as many weights as its size demands."""
+    AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    policy = trainer.build_policy(make_cfg("trainer.dtype=bf16", model=tmp_path / "model"))
+    sent = {
+        name: w for block in trainer.stream_weights(policy.model, torch.bfloat16, False) for name, w in block.items()
+    }
+    torch.testing.assert_close(sent, written, **EXACT)
+    master = policy.model.model.layers[0].mlp.up_proj.weight.to_local().detach()
+    start = written["model.layers.0.mlp.up_proj.weight"].float()
+    step = 2 ** (start.abs().log2().floor() - 7)
+    place = (master - start) / step
+    assert place.abs().max() <= 0.5 and place.std().item() == pytest.approx(12**-0.5, rel=0.02)
+    assert (((master + 0.1 * step).bfloat16().float() - start) / step).mean().item() == pytest.approx(0.1, abs=0.01)
+
+
 SEEN = []
 
 
@@ -225,12 +242,12 @@ def test_minibatches_and_the_policy_before_the_first(updates, make_cfg, tmp_path
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 8])
-def test_a_step_against_float64(size, replay, models, tmp_path):
-    """Gradient and metrics, whatever the micro-batches; clipped to a norm over all parameters."""
+@pytest.mark.parametrize("size, shares", [(1, "true"), (8, "true"), (8, "false")])
+def test_a_step_against_float64(size, shares, replay, models, tmp_path):
+    """Gradient and metrics, whatever the micro-batches and trees; clipped to a norm over all parameters."""
     more = (f"trainer.micro_batch_size={size}", "trainer.optimizer=test_trainer:sgd", "trainer.max_grad_norm=0.05")
     saved = save(tmp_path / "saved")
-    run_dir = replay(saved, *more, "trainer.learning_rate=1")
+    run_dir = replay(saved, *more, "trainer.learning_rate=1", f"trainer.share_prefixes={shares}")
     batch = trainer.load_batch(saved / "step_000000.safetensors")
     model = in_float64(models["untied"])
     logp_T, entropy_T = reference(model, batch)
@@ -251,6 +268,10 @@ def test_a_step_against_float64(size, replay, models, tmp_path):
     for key, x in expected.items():
         assert line[key] == pytest.approx(float(torch.as_tensor(x).detach()), rel=1e-4), key
     assert line["optim/skipped"] == 0 and line["version"] == 1 and norm > 0.05
+    rows = [ids_L.tolist() for ids_L in batch.fields["tokens"].split(batch.lens)]
+    different = {tuple(row[:size]) for row in rows for size in range(1, len(row) + 1)}  # positions, by all up to them
+    assert 0 <= line["perf/shared"] <= 1 - len(different) / sum(batch.lens)
+    assert (line["perf/shared"] > 0.1) == (shares == "true")
     logp = load_file(run_dir / "batches" / "logp_000000.safetensors")["logp"]
     torch.testing.assert_close(logp.double(), logp_T.detach(), atol=1e-5, rtol=0)
 
