@@ -198,7 +198,7 @@ def lines(path):
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def launch(toml, *overrides, timeout=90, check=True, **env):
+def launch(toml, *overrides, timeout=300, check=True, **env):
     """Runs launch.sh with the fake server, and without tools/watch.py, whose pictures take half of a short run's time
     (WATCH="tools/watch.py" brings it back). Returns the CompletedProcess."""
     env = os.environ | {"SERVER": FAKE_SERVER, "WATCH": "", "PET_NNODES": "2"} | env  # schedulers set the last

@@ -29,7 +29,7 @@ def reports(capfd, start="check: "):
 @pytest.mark.long
 def test_check_passes_on_two_ranks_and_leaves_the_run_untouched(models, tmp_path):
     toml = write_run(tmp_path, models["untied"], 5, '{ kind = "turns", num_turns = 2 }')
-    done = launch(toml, "--check", "trainer.gpus=2", "eval.every=1", FAKE='{"stop": true}', timeout=300)
+    done = launch(toml, "--check", "trainer.gpus=2", "eval.every=1", FAKE='{"stop": true}')
     rows = [row for row in done.stdout.splitlines() if row.startswith("check: ")]
     assert rows[0].startswith("check: estimate for GPUs of 16 GiB: the trainer needs 0.")
     assert len(rows) == 7 and all(row.startswith("check: PASS") for row in rows[1:]), rows

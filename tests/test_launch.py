@@ -146,7 +146,7 @@ class Run:
         return found
 
     def wait_for(self, found):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not (value := found()):
             assert self.process.poll() is None and time.monotonic() < deadline, self.text()
             time.sleep(0.05)
@@ -304,12 +304,12 @@ def test_one_step_under_the_microscope(undisturbed, tmp_path):
 def test_hung(models, tmp_path):
     """It sends adapters, which each version's requests name, to a server of its own: another one may have another run's
     weights below them."""
-    hasty = ("watchdog=6", "orchestrator.generation_timeout=5", "trainer.use_lora=true", "trainer.dtype=bf16")
+    hasty = ("watchdog=12", "orchestrator.generation_timeout=5", "trainer.use_lora=true", "trainer.dtype=bf16")
     run = Run(tmp_path, models["untied"], *hasty, ROLEMODEL_RUN_ID="run")
     run.wait_for((run.dir / "batches" / "step_000001.safetensors").exists)
     assert {path.name for path in run.dir.glob("adapters/*")} >= {"run-v0", "run-v1"}
     run.kill("orchestrator", signal.SIGSTOP)
-    assert "no role made progress for 6 s (watchdog)" in run.end(3)
+    assert "no role made progress for 12 s (watchdog)" in run.end(3)
     for log in ("orchestrator", "trainer"):
         assert "most recent call first" in (run.dir / "logs" / f"{log}.log").read_text()
 
