@@ -237,6 +237,7 @@ def test_minibatches_and_the_policy_before_the_first(updates, make_cfg, tmp_path
         torch.testing.assert_close(micro["prox_logp_N"].double(), before[micro["at_N"]], atol=1e-5, rtol=0)
     assert (SEEN[-1]["logp_N"] - SEEN[-1]["prox_logp_N"]).abs().max() > 1e-4
     assert sum(micro["num_sequences"] for micro in SEEN[:3]) == 12
+    assert all(micro["num_tokens"] == len(micro["at_N"]) for micro in SEEN)  # each is a whole minibatch
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
