@@ -240,6 +240,31 @@ def test_minibatches_and_the_policy_before_the_first(updates, make_cfg, tmp_path
     assert all(micro["num_tokens"] == len(micro["at_N"]) for micro in SEEN)  # each is a whole minibatch
 
 
+class Keeps(torch.optim.SGD):
+    """trainer.optimizer = "test_trainer:keeps" keeps each step's gradient of the head, and changes nothing."""
+
+    def step(self):
+        SEEN[-1]["gradient"] = self.param_groups[0]["params"][-1].grad.clone()
+
+
+def keeps(parameters, t):
+    return Keeps(parameters.values(), t.learning_rate)
+
+
+def test_minibatches_add_up_to_the_batch(make_cfg, tmp_path):
+    total = []
+    for num in (1, 3):
+        SEEN.clear()
+        more = ("trainer.loss=test_trainer:remembers", "trainer.optimizer=test_trainer:keeps")
+        cfg = make_cfg(*more, f"trainer.minibatches={num}", "trainer.max_grad_norm=1e9")
+        policy = trainer.build_policy(cfg)
+        trainer.train_step(policy, trainer.make_optimizer(policy, cfg.trainer), load(tmp_path), 0, cfg)
+        steps = [micro for micro in SEEN if "gradient" in micro]
+        assert len(steps) == num
+        total.append(sum(micro["gradient"] * micro["num_tokens"] for micro in steps))
+    torch.testing.assert_close(*total, atol=1e-4, rtol=1e-4)
+
+
 # --- a step -----------------------------------------------------------------------------------------------------------
 
 
@@ -278,7 +303,7 @@ def test_a_step_against_float64(size, shares, replay, models, tmp_path):
 
 
 def test_adamw_and_its_rate(make_cfg, tmp_path):
-    how = ("trainer.weight_decay=0.1", "trainer.adam_beta2=0.9", "trainer.warmup_steps=3", "max_steps=100")
+    how = ("trainer.weight_decay=0.1", "trainer.adam_beta2=0.95", "trainer.warmup_steps=3", "max_steps=100")
     cfg = make_cfg(*how)
     policy = trainer.build_policy(cfg)
     before = {name: p.detach().double().clone() for name, p in policy.trained().items()}
@@ -289,7 +314,7 @@ def test_adamw_and_its_rate(make_cfg, tmp_path):
     for name, p in policy.trained().items():
         state = optimizer.state[p]
         grad = state["exp_avg"].double() / (1 - 0.9)
-        torch.testing.assert_close(state["exp_avg_sq"].double(), (1 - 0.9) * grad**2, rtol=1e-4, atol=0)
+        torch.testing.assert_close(state["exp_avg_sq"].double(), (1 - 0.95) * grad**2, rtol=1e-4, atol=0)
         expected = before[name] * (1 - 0.5e-3 * 0.1) - 0.5e-3 * grad / (grad.abs() + 1e-8)
         torch.testing.assert_close(p.detach().double(), expected, atol=1e-7, rtol=1e-6)
     # A norm that overflows changes no weight.
