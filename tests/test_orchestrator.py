@@ -250,6 +250,13 @@ def lost(work, timeout_s=5.0):
     return r.error
 
 
+def test_a_turn_extends_the_longest_sequence():
+    sequences = []
+    for prompt_ids, ids in (([1], [2]), ([1], [2, 3]), ([1, 2, 3, 4], [5])):
+        orchestrator.extend_or_fork(sequences, prompt_ids, ids, [-1.0] * len(ids), 0)
+    assert [s.tokens for s in sequences] == [[1, 2], [1, 2, 3, 4, 5]]
+
+
 def test_guard():
     """User code may await what was cancelled, swallow its own end, or try to end the process."""
 
