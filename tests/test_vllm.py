@@ -97,7 +97,7 @@ def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
             patch.setattr(trainer, "stream_weights", lambda *given: map(change[what], honest(*given)))
         else:
             workers = sender.workers
-            patch.setattr(sender, "workers", lambda method, specs: workers(method, [specs[0] | {"stale_head": True}]))
+            patch.setattr(sender, "while_workers_run", lambda method, specs: workers(method, [specs[0] | {"stale_head": True}]))
         with pytest.raises(RoleDied, match="canary of version 1: trainer and server differ"):
             trainer.sync_weights(sender, policy, 1, cfg)
     assert (tmp_path / "version").read_text() == "0"
@@ -111,7 +111,7 @@ def test_a_worker_that_fails_says_why(connect, monkeypatch):
     reasons = []
     monkeypatch.setattr(trainer, "fail", lambda role, error: reasons.append(str(error)))
     workers = sender.workers
-    monkeypatch.setattr(sender, "workers", lambda method, specs: workers(method, [specs[0] | {"fail": True}]))
+    monkeypatch.setattr(sender, "while_workers_run", lambda method, specs: workers(method, [specs[0] | {"fail": True}]))
     with pytest.raises(RuntimeError):
         trainer.sync_weights(sender, policy, 0, cfg)
     assert len(reasons) == 1 and re.search("collective_rpc answered 500: .*this worker takes no weights", reasons[0])
