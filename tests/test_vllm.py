@@ -96,8 +96,9 @@ def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
         if what in change:
             patch.setattr(trainer, "stream_weights", lambda *given: map(change[what], honest(*given)))
         else:
-            workers = sender.workers
-            patch.setattr(sender, "while_workers_run", lambda method, specs: workers(method, [specs[0] | {"stale_head": True}]))
+            run = sender.while_workers_run
+            stale = {"stale_head": True}
+            patch.setattr(sender, "while_workers_run", lambda method, specs: run(method, [specs[0] | stale]))
         with pytest.raises(RoleDied, match="canary of version 1: trainer and server differ"):
             trainer.sync_weights(sender, policy, 1, cfg)
     assert (tmp_path / "version").read_text() == "0"
@@ -110,8 +111,8 @@ def test_a_worker_that_fails_says_why(connect, monkeypatch):
     cfg, policy, sender = connect("trainer.sync_timeout_s=3.0")
     reasons = []
     monkeypatch.setattr(trainer, "fail", lambda role, error: reasons.append(str(error)))
-    workers = sender.workers
-    monkeypatch.setattr(sender, "while_workers_run", lambda method, specs: workers(method, [specs[0] | {"fail": True}]))
+    run = sender.while_workers_run
+    monkeypatch.setattr(sender, "while_workers_run", lambda method, specs: run(method, [specs[0] | {"fail": True}]))
     with pytest.raises(RuntimeError):
         trainer.sync_weights(sender, policy, 0, cfg)
     assert len(reasons) == 1 and re.search("collective_rpc answered 500: .*this worker takes no weights", reasons[0])

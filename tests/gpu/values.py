@@ -79,7 +79,7 @@ def end_of_sync(rank, port, backend, num, found):
     group = trainer.make_process_group(store, rank, {"backend": backend, "timeout_s": 60, "size": 2})
     if rank == 0:
         cfg = SimpleNamespace(sends_adapters=False)
-        nothing = {"post_all": lambda path: None, "workers": lambda *given: nullcontext(), "urls": []}
+        nothing = {"post_all": lambda path: None, "while_workers_run": lambda *given: nullcontext(), "urls": []}
         end = SimpleNamespace(cfg=cfg, store=store, group=group, device=device, **nothing)
         trainer.WeightSender.send(end, blocks(num, device), 0)
         return store.wait(["done"])  # the store ends with this process
