@@ -103,7 +103,7 @@ def test_vllm_is_sampled_as_the_runs_own_evaluations_sample(run, fake_servers, c
 def test_pass_at_k_by_hand():
     assert evaluate.pass_at(2, [[1, 0, 0, 0]]) == [0.5]  # 3 of 6 pairs hold the success
     assert evaluate.pass_at(1, [[1, 0], [0, 0]]) == [0.5, 0.0]
-    assert evaluate.pass_at(2, [[0.7 + 0.2 + 0.1, 0.5], [0, 0], [2]]) == [1.0, 0.0]  # the third has too few
+    assert evaluate.pass_at(2, [[1, 1], [0, 0], [1]]) == [1.0, 0.0]  # the third has too few
 
 
 # --- batches from data ------------------------------------------------------------------------------------------------

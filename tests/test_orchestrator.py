@@ -404,6 +404,14 @@ def test_arrays():
             sequence(**change)
 
 
+def test_a_batch_appears_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "step_000000.safetensors"
+    existed = []
+    monkeypatch.setattr(orchestrator.os, "replace", lambda *_: existed.append(path.exists()))
+    orchestrator.save_batch(path, [sequence()], {})
+    assert existed == [False]
+
+
 def test_turns_fork_where_the_template_drops_history(run, tmp_path):
     """As templates of models that think drop their thoughts."""
     (tmp_path / "drops.jinja").write_text(DROPS)
@@ -517,14 +525,14 @@ def test_an_environments_own_advantages_agents_and_fields_reach_the_file(run):
 def test_evaluations_by_hand():
     groups = [
         [rollout(0.7 + 0.2 + 0.1, num_tokens=4), rollout(0.0, num_tokens=2, truncated=True)],
-        [rollout(0.5), rollout(None, error="x")],
+        [rollout(1.0, metrics={"exact": 0.4}), rollout(None, error="x")],
         [rollout(None, error="x")],
     ]
     groups[0][0].metrics = {"exact": 1.0}
     found = evaluation.eval_metrics(groups)
-    expected = {"n": 2, "errors": 2, "pass@k": 0.5, "reward/mean": 0.5, "reward/lost_as_0": 0.3, "tokens": 2.0}
-    assert found.pop("rows") == pytest.approx([0.5, 0.5, None])
-    assert found == pytest.approx(expected | {"exact": 1.0, "truncated": 1 / 3})
+    expected = {"n": 2, "errors": 2, "pass@1": 0.25, "pass@k": 0.5, "reward/mean": 0.75, "reward/lost_as_0": 0.4}
+    assert found.pop("rows") == pytest.approx([0.5, 1.0, None]) and found.pop("success") == "exact"
+    assert found == pytest.approx(expected | {"tokens": 2.0, "exact": 0.7, "truncated": 1 / 3})
 
 
 def test_evaluations_are_asked_alike_at_every_version(run, tmp_path):

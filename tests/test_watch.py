@@ -54,6 +54,7 @@ def write(tmp_path, make_cfg):
         for step in (0, 10):
             if step in steps:
                 about = {"step": step, "env": "task", "errors": 0, "reward/lost_as_0": 0.5}
+                about |= {"success": "right", "pass@1": step / 20}
                 rows = [step / 100, 0.1 + step / 50]
                 append(run / "eval.jsonl", [about | {"rows": rows, "reward/mean": sum(rows) / 2}])
         return run
@@ -96,6 +97,7 @@ def test_an_evaluation_that_loses_rollouts_is_no_better_one(write, capfd):
     """Lost rollouts count in no mean, so a policy that fails on hard rows would look better."""
     run = write([0], "eval.rollouts_per_example=2")
     about = {"env": "task", "rows": [0.5] * 50, "reward/mean": 0.5, "reward/lost_as_0": 0.4}
+    about |= {"success": "right", "pass@1": 0.5}
     append(run / "eval.jsonl", [about | {"step": 10, "errors": 5}, about | {"step": 20, "errors": 6}])
     watch.main([str(run), "--once"])
     (row,) = printed(capfd, "warning: ")
@@ -111,7 +113,7 @@ def test_a_run_that_is_done(write, capfd):
     watch.main([str(run)])
     out = capfd.readouterr().out
     assert "=== step 5, task, row 1, rollout 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
-    assert "result: task: reward 0.200 +- 1.271, gain 0.150 +- 0.635 in 10 steps\n" in out
+    assert "result: task: right 0.500 (0.000 before), reward 0.200 +- 1.271, gain 0.150 +- 0.635 in 10 steps\n" in out
 
 
 def test_an_adapter_is_served_as_the_run_served_it(write, capfd):

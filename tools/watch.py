@@ -343,7 +343,9 @@ class Watch:
         statistics = show.eval_statistics(line["rows"], first["rows"])
         self.track("add_evaluation", line | statistics)
         steps = line["step"] - first["step"]
-        self.results[env] = f"{env}: reward {show.with_interval(line['reward/mean'], statistics['ci95'])}"
+        before = f" ({first['pass@1']:.3f} before)" if steps else ""
+        self.results[env] = f"{env}: {line['success']} {line['pass@1']:.3f}{before}, "
+        self.results[env] += f"reward {show.with_interval(line['reward/mean'], statistics['ci95'])}"
         if steps and statistics["gain"] is not None:  # there are two rows or more
             gain = show.with_interval(statistics["gain"], statistics["gain_ci95"])
             self.results[env] += f", gain {gain} in {steps} steps"

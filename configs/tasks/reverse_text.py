@@ -50,5 +50,5 @@ def exact(completion: Messages, answer: str) -> float:
 
 def load_environment(num_train=8192, num_eval=256, system_prompt="") -> SingleTurnEnv:
     """system_prompt: explains the task to models that were not warmed up on bare words."""
-    rubric = Rubric([similarity, exact], [0.5, 0.5])
+    rubric = Rubric([exact, similarity], [0.5, 0.5])
     return SingleTurnEnv(rows("train", num_train), rows("eval", num_eval), system_prompt, rubric)
