@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import transformers
 from conftest import ROOT
+from datasets import Dataset
 from scripted import play
 
 from configs import load_config
 from configs.models import toy
 from configs.models.demonstrations import tokenize_conversation
 from configs.runtime.role import ConfigError
-from configs.tasks import gsm8k, math_python, reverse_distill, wiki_search
+from configs.tasks import gsm8k, math_python, reverse_distill, wiki_search, wordle
 from configs.tasks import reasoning_gym as rg
 from env import load_environment
 
@@ -131,14 +132,56 @@ def test_math_python(tmp_path):
     for row in math_python.rows("train", 500):
         assert str(eval(row["question"][:-1])) == row["answer"]  # our own expression
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": {i + 1}}}\n' for i in range(9)))
-    args = {"path": str(tmp_path / "rows.jsonl"), "num_eval": 3, "num_train": 4, "allow_unsandboxed_python": True}
-    env = load_environment("math_python", args)
+    args = {"path": str(tmp_path / "rows.jsonl"), "num_eval_examples": 3, "num_train_examples": 4}
+    env = load_environment("math_python", args | {"allow_unsandboxed_python": True})
     assert [row["question"][0] for row in env.dataset + env.eval_dataset] == list("0123678")
     call = wiki_search.call("python", {"code": "print(2 + 1)"})
     state, reward, metrics = play(env, env.dataset[2], call, "It is 3.")
     assert texts(state["completion"], "tool") == ["3"] and (reward, metrics["tool_calls"]) == (1, 1)
     state, reward, _ = play(env, env.dataset[2], *[call] * 4)
     assert reward == 0 and state["turn"] == 4  # what a tool printed is not an answer
+
+
+def test_math_python_reads_what_verifiers_names(monkeypatch):
+    splits = {split: Dataset.from_list([{"problem": f"{i}+1?", "solution": rf"\boxed{{{i + 1}}}"} for i in range(num)])
+              for split, num in (("train", 12), ("test", 11))}  # fmt: skip
+    monkeypatch.setattr("datasets.load_dataset", {"chiayewken/competition_math": splits}.get)
+    args = {"dataset_name": "math", "num_train_examples": 10, "eval_split": "test", "allow_unsandboxed_python": True}
+    env = load_environment("math-python", args)
+    assert [row["answer"] for row in env.dataset] == [str(i + 1) for i in range(10)] and len(env.eval_dataset) == 11
+
+
+def test_calculator():
+    env, off = (load_environment("calculator", {"error": error}) for error in (0, 1))
+    row = env.eval_dataset[2]
+    *_, a, _, b = re.split(r"(\d+)", row["prompt"][-1]["content"])[:4]
+    call = row["solution"][0]["content"]
+    assert call == f"<calc>{a} * {b}</calc>" and row["answer"] == str(int(a) * int(b))
+    _, reward, metrics = play(env, row, call, f"<answer>{row['answer']}</answer>")
+    assert reward == 1 and metrics == {"correct": 1, "called": 1, "repeated": 1}
+    _, reward, metrics = play(off, row, call, f"<answer>{int(row['answer']) + 1}</answer>")
+    assert reward == 0.2 and metrics["repeated"] == 1
+    state, reward, _ = play(env, row, "<calc>2 plus 2</calc>", "<answer>4</answer>")
+    assert reward == 0 and texts(state["completion"], "user") == ["error"]
+    assert play(env, row, f"<answer>{row['answer']}</answer>")[1] == 0.8
+    dev = load_environment("calculator", {"split": "dev"})
+    asked = [{re.sub(r"\d+", "", row["prompt"][-1]["content"]) for row in rows}
+             for rows in (env.dataset, dev.eval_dataset, env.eval_dataset)]  # fmt: skip
+    assert [len(words) for words in asked] == [24, 9, 9] and len(set.union(*asked)) == 42
+
+
+def test_wordle():
+    for guess, answer, found in [("speed", "abide", "XXYXY"), ("erase", "speed", "YXXYY"), ("crane", "crane", "GGGGG"),
+                                 ("geese", "elder", "XYYXX"), ("eerie", "speed", "YYXXX")]:  # fmt: skip
+        assert wordle.marks(guess, answer) == found
+    env = load_environment("wordle", {"use_think": True, "num_train_examples": 2000})
+    row = env.eval_dataset[0] | {"answer": "abide"}
+    says = "<think>\nhm\n</think>\n<guess>\n{}\n</guess>".format
+    state, reward, metrics = play(env, row, says("[SPEED]"), says("apple"), "abide", says("abide"))
+    assert texts(state["completion"], "user")[0] == "S P E E D\nX X Y X Y\nYou have 5 guesses left."
+    assert metrics["solved"] == metrics["near"] == 1 and metrics["quick"] == 0.5 and len(env.dataset) == 2000
+    state, reward, metrics = play(env, row, *[says("crane")] * 6)
+    assert state["turn"] == 6 and reward == pytest.approx(0.2 * 0.3 + 0.1)
 
 
 def test_wiki_search(tmp_path):
