@@ -224,7 +224,7 @@ def test_the_default_run_learns(seed, tmp_path):
 
 @pytest.mark.long
 def test_a_real_model_learns(tmp_path):
-    """Of SmolLM2's poems on topics that were not trained: reward from 0.2 to 0.9 in half an hour."""
-    evals, metrics = learn(tmp_path, recipe="smollm2")
-    assert [e["step"] for e in evals] == [0, 10, 20, 30, 40] and evals[0]["reward/mean"] < 0.3
-    assert evals[-1]["reward/mean"] > 0.8 and max(m["sync/dlogp_max"] for m in metrics) < 2e-4
+    """SmolLM2 learns to use a calculator for questions of wordings that were not trained, in half an hour."""
+    evals, metrics = learn(tmp_path, recipe="calculator")
+    assert [e["step"] for e in evals] == [0, 10, 20, 30, 40] and evals[0]["correct"] < 0.15
+    assert evals[-1]["correct"] > 0.9 and max(m["sync/dlogp_max"] for m in metrics) < 2e-4

@@ -53,4 +53,4 @@ def load_environment(system_prompt="You are a poet.") -> SingleTurnEnv:
     topics = TOPICS.split()
     random.Random("lune").shuffle(topics)
     rows = [{"question": f"Write a poem of three lines about {x}.", "answer": x} for x in topics]
-    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([form, topic, lune], [1.0, 0.3, 0.5]))
+    return SingleTurnEnv(rows[64:], rows[:64], system_prompt, Rubric([lune, form, topic], [0.3, 0.5, 0.2]))

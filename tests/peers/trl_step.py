@@ -1,8 +1,8 @@
 """The seconds of a step of TRL's GRPOTrainer, with the rows, rewards and settings of a TOML whose task has one turn.
 
     python -m venv trl && trl/bin/pip install trl==1.16.0 torch==2.13.0 transformers==5.19.0 numpy==2.3.5
-    trl/bin/python tests/peers/trl_step.py configs/smollm2.toml max_steps=12
-    bash launch.sh configs/smollm2.toml max_steps=12 eval.every=0 run_name=ours    # time/step_s of its metrics.jsonl
+    trl/bin/python tests/peers/trl_step.py configs/lune.toml max_steps=12
+    bash launch.sh configs/lune.toml max_steps=12 eval.every=0 run_name=ours    # time/step_s of its metrics.jsonl
 
 Run them one after the other, with nothing else. TRL samples with Transformers here: vLLM's server mode needs NCCL."""
 
