@@ -15,7 +15,7 @@ from think_env import DROPS, Turns
 
 import trainer
 from configs.runtime.directory import run_directory
-from configs.runtime.role import RoleDied
+from configs.runtime.role import RunError
 from env import Rubric, SingleTurnEnv
 from tools import check
 
@@ -55,7 +55,7 @@ def test_a_server_that_does_not_follow_a_sync_is_noticed(dtype, discard, beside_
     policy = trainer.build_policy(cfg)
     before = {name: trainer.full(x).clone() for name, x in policy.state_dict().items()}
     sender = trainer.WeightSender(cfg, run_directory(cfg), policy.device)
-    with pytest.raises(RoleDied, match="canary of version 1") if discard else nullcontext():
+    with pytest.raises(RunError, match="canary of version 1") if discard else nullcontext():
         check.check_sync(policy, sender, cfg)
     assert reports(capfd)[0].startswith(f"check: {'FAIL' if discard else 'PASS'} the servers follow a sync")
     assert (run_directory(cfg) / "version").read_text() == ("0" if discard else "2")

@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 import launch as launcher
 from configs import load_config
 from configs.runtime import machine as machines
+from configs.runtime import role as roles
 from configs.runtime.machine import Machine
-from configs.runtime.role import ConfigError, NumericsError, exit_code
+from configs.runtime.role import ConfigError, NumericsError
 from launch import plan
 
 # --- what it would start, on machines that are not here ---------------------------------------------------------------
@@ -89,8 +90,12 @@ def test_what_the_machine_has(make_cfg, tmp_path, monkeypatch):
     assert machines.look_around(make_cfg(), [], "tmp").gpus == ["0", "1"]
 
 
-def test_exit_codes_and_causes(tmp_path, capfd):
-    assert (exit_code(OSError(28, "full")), exit_code(ValueError()), exit_code(NumericsError())) == (6, 3, 5)
+def test_exit_codes_and_causes(tmp_path, capfd, monkeypatch):
+    codes = []
+    monkeypatch.setattr(roles.os, "_exit", codes.append)
+    for error in (OSError(28, "full"), ValueError(), NumericsError()):
+        roles.fail("trainer", error)
+    assert codes == [6, 3, 5]
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "inference.log").write_text("=== earlier\nKeyError: old\n=== now\nKeyError: new\n")
     found = launcher.failure(tmp_path, "inference", "its engine died")
@@ -211,7 +216,8 @@ def test_what_ends_at_once(models, tmp_path):
     assert "key 'max_stepps': unknown" in Run(tmp_path, models["untied"], "max_stepps=1").end(2)
     (tmp_path / "a [b]").mkdir()
     (tmp_path / "make.py").write_text(MAKE)
-    last = Run(tmp_path / "a [b]", "none", f"prepare={tmp_path / 'make.py'}", "prepare_timeout=4").end(3)
+    hasty = ("watchdog=2", "orchestrator.generation_timeout=1", "inference.startup_timeout=2")
+    last = Run(tmp_path / "a [b]", "none", f"prepare={tmp_path / 'make.py'}", *hasty).end(3)
     assert "ended with status 1 before the run was done (role=prepare exit=3" in last
     for role in ("server", "orchestrator", "agent", "launch.sh"):
         run = Run(tmp_path, models["untied"])
@@ -222,7 +228,8 @@ def test_what_ends_at_once(models, tmp_path):
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         run = Run(tmp_path, models["untied"])
         run.wait_for(lambda: "starting" in run.log.read_text())
-        assert "belongs to a run under way" in Run(tmp_path, models["untied"]).end(2)
+        second = Run(tmp_path, models["untied"])
+        assert second.process.wait() == 3 and "BlockingIOError" in second.log.read_text()
         run.kill("launch.sh", number)
         assert f"stopped by {number.name}" in run.end(code)
 

@@ -23,7 +23,7 @@ import configs
 import trainer
 from configs.algorithms import losses
 from configs.runtime import checkpoints
-from configs.runtime.role import ConfigError, DataError, NumericsError, RoleDied
+from configs.runtime.role import ConfigError, DataError, NumericsError, RunError
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 0, "atol": 0}
@@ -487,8 +487,6 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks):
     replays([argv])
     torch.testing.assert_close(final(path / "3" / run_dir.name), final(run_dir), atol=2e-5, rtol=1e-4)
     assert [old.name for old in (path / "3" / run_dir.name / "checkpoints").iterdir()] == ["step_000003"]
-    with pytest.raises(ConfigError, match="3 steps already"):
-        replays([argv])
 
 
 def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
@@ -535,7 +533,7 @@ def test_three_useless_steps_in_a_row_end_a_run(useless, make_cfg, replay, tmp_p
         fine = {"loss": 0.0, "policy/kl_sampler": 0.0, "policy/entropy": 1.0, "optim/grad_norm": 1.0}
         return fine | ({} if step == 1 else useless), {"policy/logp": torch.zeros(1)}
 
-    monkeypatch.setattr(trainer, "WeightSender", lambda *given: None)
+    monkeypatch.setattr(trainer, "WeightSender", lambda *given: object())
     monkeypatch.setattr(trainer, "sync_weights", sync)
     monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
@@ -557,7 +555,7 @@ def test_replays(replay, tmp_path):
     assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     shutil.rmtree(run_dir / "checkpoints" / "step_000003")
     for other in (["trainer.lr_scheduler_type=constant"], ["trainer.lr_scheduler_type=linear", "trainer.beta=0.1"], []):
-        with pytest.raises(ConfigError, match="has begun, and .* was .*, now"):
+        with pytest.raises(ConfigError, match=" was .*, now"):
             replay(tmp_path / "saved", "max_steps=9", *other)
     with pytest.raises(ConfigError, match="# batches was .*saved, now .*moved"):
         replay((tmp_path / "saved").rename(tmp_path / "moved"), "trainer.lr_scheduler_type=linear", "max_steps=9")
@@ -576,7 +574,7 @@ def test_a_server_of_another_run_is_not_taken(make_cfg, tmp_path, monkeypatch):
     client = httpx.Client
     monkeypatch.setattr(trainer.httpx, "Client", lambda **given: client(transport=httpx.MockTransport(answer)))
     cfg = make_cfg('inference.urls=["http://127.0.0.1:1"]', "inference.startup_timeout=0.5")
-    with pytest.raises(RoleDied, match='does not serve "test" after inference.startup_timeout.*other'):
+    with pytest.raises(RunError, match='does not serve "test" after inference.startup_timeout.*other'):
         trainer.WeightSender(cfg, tmp_path, CPU)
     assert len(asked) > 1 and set(asked) == {"/v1/models"}
 
@@ -639,14 +637,14 @@ def test_how_the_canary_asks(make_cfg):
 def test_the_canarys_limit(override, limit, make_cfg):
     trainer.canary(sender_that_says(0.99 * limit), Policy(), 5, make_cfg(override))
     for number in (1.01 * limit, math.nan):
-        with pytest.raises(RoleDied, match="canary of version 5"):
+        with pytest.raises(RunError, match="canary of version 5"):
             trainer.canary(sender_that_says(number), Policy(), 5, make_cfg(override))
 
 
 def test_no_version_is_live_before_its_canary(make_cfg, tmp_path):
     cfg, sender = make_cfg(), sender_that_says(0.0, tmp_path)
     policy = trainer.build_policy(cfg)
-    with pytest.raises(RoleDied, match="canary of version 3"):
+    with pytest.raises(RunError, match="canary of version 3"):
         trainer.sync_weights(sender, policy, 3, cfg)
     assert not (tmp_path / "version").exists()
     trainer.sync_weights(sender, policy, 3, make_cfg("trainer.max_sync_dlogp=99"))

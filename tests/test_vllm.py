@@ -20,7 +20,7 @@ from think_env import Turns
 import orchestrator
 import trainer
 from configs import load_config
-from configs.runtime.role import RoleDied
+from configs.runtime.role import RunError
 from configs.serving.flags import as_flags, server_options
 from env import Rubric
 from orchestrator import Client, Rollout
@@ -99,7 +99,7 @@ def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
             run = sender.while_workers_run
             stale = {"stale_head": True}
             patch.setattr(sender, "while_workers_run", lambda method, specs: run(method, [specs[0] | stale]))
-        with pytest.raises(RoleDied, match="canary of version 1: trainer and server differ"):
+        with pytest.raises(RunError, match="canary of version 1: trainer and server differ"):
             trainer.sync_weights(sender, policy, 1, cfg)
     assert (tmp_path / "version").read_text() == "0"
     assert trainer.sync_weights(sender, policy, 2, cfg)["sync/dlogp_max"] < 1e-4
