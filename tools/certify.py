@@ -28,7 +28,7 @@ import configs
 import orchestrator
 import trainer
 from configs.runtime.role import ConfigError, run_role
-from tools.plot import STYLES, save
+from tools.plot import STYLES
 
 RATIOS = np.exp(np.linspace(-3, 3, 241))
 MAX_TOKENS = 16  # of an answer
@@ -332,7 +332,7 @@ def draw(names: list[str], args: dict, out: Path):
         axis.set(xscale="log", ylim=(-0.2, 6), title=title, xlabel="policy / sampler", ylabel="weight")
         axis.grid(alpha=0.3)
     axes[0].legend(framealpha=0.5)
-    save(fig, out)
+    fig.savefig(out, dpi=90)
 
 
 def main(argv: list[str]):

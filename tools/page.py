@@ -14,7 +14,6 @@ import html
 import io
 import json
 import math
-import os
 import random
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
@@ -147,12 +146,9 @@ def make_page(run: Path, most: float) -> str:
     words = show.load_tokenizer(run).batch_decode([[token] for token in ids]) if ids else []
     picture = io.BytesIO()
     plot.draw([run]).savefig(picture, dpi=110, format="png")
-    name = run.name
-    if (run / "parent.json").exists():
-        name += " from {run} after step {step}".format(**json.loads((run / "parent.json").read_text()))
     script = (FOLDER / "page.js").read_text()
     return Template((FOLDER / "page.html").read_text()).substitute(
-        name=html.escape(name),
+        name=html.escape(run.name),
         style=(FOLDER / "page.css").read_text(),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
@@ -163,14 +159,12 @@ def make_page(run: Path, most: float) -> str:
 
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=show.run_with("rollouts.jsonl", "metrics.jsonl"))
+    parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="default: page.html in the run")
     parser.add_argument("--mb", type=float, default=5, help="about the size of the page: 5")
     args = parser.parse_args(argv)
     out = args.out or args.run / "page.html"
-    tmp = out.with_suffix(f".{os.getpid()}.tmp")
-    tmp.write_text(make_page(args.run, args.mb * 1e6))
-    os.replace(tmp, out)  # a reader never sees half a page
+    out.write_text(make_page(args.run, args.mb * 1e6))
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 

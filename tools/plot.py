@@ -4,14 +4,13 @@ It writes curves.png into the first run: evaluation, reward, KL, entropy, canary
 marker tell runs apart, also for color-blind readers and on paper. watch.py draws a picture after each evaluation."""
 
 import math
-import os
 import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, half_width, run_with
+from tools.show import Lines, half_width
 
 STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#000000", "linestyle": "-", "marker": ""},
@@ -98,20 +97,13 @@ def draw(runs: list[Path]):
     return fig
 
 
-def save(fig, out: Path):
-    """Writes by a rename: a reader never sees half a picture."""
-    tmp = out.with_suffix(f".{os.getpid()}.tmp")
-    fig.savefig(tmp, dpi=90, format="png")
-    os.replace(tmp, out)
-
-
 def plot(runs: list[Path], out: Path):
-    save(draw(runs), out)
+    draw(runs).savefig(out, dpi=90)
 
 
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=run_with("metrics.jsonl", "eval.jsonl"))
+    parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
     plot(args.runs, args.out or args.runs[0] / "curves.png")
