@@ -58,7 +58,7 @@ def test_rollouts_are_read_newest_first_and_cannot_control_the_terminal(tmp_path
     text = shown(capsys, run)
     assert text.index("TimeoutError: after 9 s") < text.index("reward 0.500") < text.index("dropped: flat")
     assert "[user] why\n[assistant] \\x1b[2J 1\n[expected answer] so" in text and "\x1b" not in text
-    assert shown(capsys, run, "--min-reward", "0", "--max-reward", "0.5").count("===") == 2  # lost ones have none
+    assert shown(capsys, run, "--max-reward", "0.5").count("===") == 2  # lost ones have none
     groups = [" ".join(row.split()[4:]) for row in shown(capsys, run, "--groups").splitlines()[1:]]
     assert groups == ["flat task 1 1", "- task 0 1", "- task 0.5 lost"]
 

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from scipy.stats import binomtest, spearmanr
 from torch.utils._pytree import tree_map
 
@@ -42,7 +41,7 @@ from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
 from tools.compare import interval, p_value, parse_arms
 from tools.fork import reachable, repeat_step
-from tools.show import run_with, with_interval
+from tools.show import with_interval
 
 # What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
 ARM = r"orchestrator\.advantage|trainer\.(loss|loss_args.*|optimizer|learning_rate|lr_scheduler_type|warmup_\w+|beta"
@@ -74,11 +73,10 @@ def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
     """adv_T of a batch file by a function, from what its sequences say of their rollouts: reward, truncated,
     num_turns and num_tokens, but neither metrics nor state. 0 for demonstrations."""
     batch = trainer.load_batch(path)
-    with safe_open(path, "pt") as file:
-        infos = json.loads(file.metadata()["sequences"])
     mask_T = batch.fields["is_sampled"]
     groups = defaultdict(dict)
     sequences = []
+    infos = batch.info["sequences"]
     for info, mask_L, turn_L in zip(infos, mask_T.split(batch.lens), batch.fields["turn"].split(batch.lens)):
         s = orchestrator.Sequence(mask=mask_L.numpy(), turn=turn_L.numpy(), agent=info["agent"])
         s.adv = np.zeros(len(mask_L), np.float32)
@@ -194,20 +192,21 @@ def summary(found: dict) -> str:
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=run_with("metrics.jsonl"))
+    parser.add_argument("run", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="of all arms, e.g. of [eval]")
     parser.add_argument("--arm", action="append", required=True, metavar="KEY=VALUE ...")
     parser.add_argument("--states", type=int, default=20)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
     args = parser.parse_intermixed_args(argv)
-    out = (args.out or args.run / "microscope").resolve()
+    run = args.run.resolve()
+    out = (args.out or run / "microscope").resolve()
     os.chdir(configs.HERE.parent)  # as launch.sh: a relative path to a model begins there
-    starts = {state: start for state, start in reachable(args.run).items() if path_of(args.run, state + 1).exists()}
-    states = sorted(state for state in starts if path_of(args.run, state).exists())
+    starts = {state: start for state, start in reachable(run).items() if path_of(run, state + 1).exists()}
+    states = sorted(state for state in starts if path_of(run, state).exists())
     if not states:
-        raise ConfigError(f"{args.run}: no checkpoint, and no batches from the start, lead to a state with two batches")
+        raise ConfigError(f"{run}: no checkpoint, and no batches from the start, lead to a state with two batches")
     chosen = sorted({states[round(i)] for i in np.linspace(0, len(states) - 1, args.states)})
-    file = args.run / "config.toml"
+    file = run / "config.toml"
     arms = {}
     for name, own in parse_arms(args.arm).items():
         for word in own:
@@ -230,7 +229,7 @@ def main(argv: list[str]):
     with open(out / "inference.log", "w") as log:
         server = subprocess.Popen([*KILLED_WITH_PARENT, *roles["inference"].argv], env=env, stdout=log, stderr=log)
     try:
-        text = summary(examine(args.run, cfg, arms, chosen, starts, out))
+        text = summary(examine(run, cfg, arms, chosen, starts, out))
     finally:
         server.terminate()
     (out / "microscope.md").write_text(text)

@@ -12,9 +12,9 @@ import os
 import pydoc
 import signal
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -51,32 +51,6 @@ def eval_statistics(rows: list[float | None], first: list[float | None] | None =
 
 def with_interval(value: float, half: float | None) -> str:
     return f"{value:.3f}" if half is None else f"{value:.3f} +- {half:.3f}"
-
-
-def run_with(*files: str) -> Callable[[str], Path]:
-    """Returns a type for argparse: a run directory that has one of these files."""
-
-    def find(text):
-        run = Path(text).resolve()
-        if not any((run / name).exists() for name in files):
-            raise ArgumentTypeError(f"{run} is not a run directory: it has no {' or '.join(files)}")
-        return run
-
-    return find
-
-
-def is_finished(run: Path) -> bool:
-    """Whether a run has all of its steps. The launcher writes `done`; replays, which have no orchestrator, do not."""
-    is_replay = "-replay-" in run.name and not (run / "rollouts.jsonl").exists()
-    return (run / ("final" if is_replay else "done")).exists()
-
-
-def from_root(path: Path | str) -> str:
-    """A path as one types it in the repository's directory: relative if it lies below. The last part may be a link, as
-    a virtual environment's interpreter is."""
-    path = Path(path)
-    path = path.parent.resolve() / path.name
-    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 class Lines:
@@ -158,7 +132,6 @@ def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
     batch = trainer.load_batch(path)
     with safe_open(path, "pt") as file:
         table = {name: batch.fields[name] for name in file.keys() if name != "lens"}
-        sequences = json.loads(file.metadata()["sequences"])
     logp_T = torch.full([sum(batch.lens)], math.nan)
     logp_path = path.with_name(f"logp_{step:06d}.safetensors")
     if logp_path.exists():
@@ -166,7 +139,7 @@ def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
     table |= {"logp": logp_T, "diff": logp_T - table["old_logp"]} | token_effects(run, batch, logp_T)
     parts = {name: x_T.split(batch.lens) for name, x_T in table.items()}
     rollouts = {}
-    for i, s in enumerate(sequences):
+    for i, s in enumerate(batch.info["sequences"]):
         s |= {name: part[i] for name, part in parts.items()}
         rollouts.setdefault(rollout_key(s), []).append(s)
     return rollouts
@@ -217,15 +190,13 @@ def load_tokenizer(run: Path):
 
 
 def chosen(args: Namespace) -> Iterator[dict]:
-    """The lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With bounds a rollout must have a
+    """The lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With a bound a rollout must have a
     reward."""
     wanted = {"step": args.step, "env": args.env, "example": args.row}
     wanted = {key: value for key, value in wanted.items() if value is not None}
     for line in Lines(args.run / ("eval_rollouts.jsonl" if args.evals else "rollouts.jsonl")).new():
         reward = line["reward"]
         if any(line[key] != value for key, value in wanted.items()):
-            continue
-        if args.min_reward is not None and (reward is None or reward < args.min_reward):
             continue
         if args.max_reward is not None and (reward is None or reward > args.max_reward):
             continue
@@ -262,11 +233,10 @@ def as_text(line: dict, most: int = 0) -> str:
 
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=run_with("rollouts.jsonl"))
+    parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int)
     parser.add_argument("--env")
     parser.add_argument("--row", type=int)
-    parser.add_argument("--min-reward", type=float)
     parser.add_argument("--max-reward", type=float)
     parser.add_argument("--n", type=int, default=10, help="rollouts, or groups, to show: 10")
     parser.add_argument("--groups", action="store_true")

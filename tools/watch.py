@@ -6,7 +6,7 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     === step    a rollout from one in every show_every steps
     eval        the gain of an evaluation over the first one, with 95 % intervals
     warning:    what someone should change, and how; again only if its cause had disappeared in between
-    time:       how much is left, and in the end where it went
+    time:       how much is left
     result:     what was learned, and how to serve and evaluate it
 It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
 environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb gets metrics, evaluations and
@@ -39,7 +39,7 @@ from configs.serving.flags import as_flags, server_options
 from tools import show
 
 WINDOW = 10  # steps that a warning looks at
-PAUSE = 30  # seconds, at least, between two lines about the time left, and between two pictures of a live run
+PAUSE = 30  # seconds, at least, between two pictures of a live run
 FLAT = 0.8  # of the groups: if more have no gradient, most of the sampling is wasted
 LOST = 0.05  # of the rollouts: if more are lost to errors, the others are no fair sample of the task
 CUT = 0.5  # of the rollouts: if more are cut off, rewards say little about what the policy can do
@@ -151,8 +151,8 @@ def grouped(lines: list[dict], *keys: str) -> list[list[dict]]:
 def commands(run: Path, cfg) -> list[str]:
     """Two lines for a shell in the repository's directory: one serves final/ as the run's own servers served the
     policy, the other evaluates what the first serves."""
-    python = show.from_root(sys.executable)
-    final = show.from_root(run / "final")
+    python = os.path.relpath(sys.executable, show.ROOT)
+    final = os.path.relpath(run / "final", show.ROOT)
     served = server_options(cfg, "final", True, False)
     keys = ["host", "dtype", "max_model_len", "chat_template", *cfg.inference.args]
     options = {"model": final, "served_model_name": "final"}
@@ -160,7 +160,7 @@ def commands(run: Path, cfg) -> list[str]:
     if cfg.trainer.use_lora:
         options |= {"model": cfg.run.model, "served_model_name": "base", "lora_modules": f"final={final}"}
         options |= {"enable_lora": True, "max_lora_rank": max(8, 1 << (cfg.trainer.lora_rank - 1).bit_length())}
-    evaluate = [python, "tools/evaluate.py", show.from_root(run / "config.toml"), "--eval"]
+    evaluate = [python, "tools/evaluate.py", os.path.relpath(run / "config.toml", show.ROOT), "--eval"]
     evaluate += ["--base-url", "http://127.0.0.1:8000/v1", "--model", "final"]
     return [shlex.join([python, "-m", "configs.serving.server", *as_flags(options)]), shlex.join(evaluate)]
 
@@ -244,10 +244,7 @@ class Watch:
         self.results = {}  # {environment: its last evaluation, in words}
         self.window = deque(maxlen=WINDOW)
         self.warned = set()
-        self.seconds = Counter()
         self.is_live = is_live
-        self.start = None  # the first line of metrics.jsonl that was reported
-        self.told = (0, 0.0)  # at which tenth of the run, and when, the time left was last reported
         self.is_drawn = True
         self.drawn = time.monotonic()  # when curves.png was
         self.tracker = None
@@ -320,14 +317,16 @@ class Watch:
                 judge(mine[0]["env"], grouped(mine, "group", "attempt"))
         if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
             say(show.as_text(rollouts[step * 7919 % len(rollouts)], most=600))
-        for part in ("step", "train", "wait_batch", "sync"):
-            self.seconds[part] += line[f"time/{part}_s"]
         self.window.append(line)
         if (step + 1) % WINDOW == 0 and len(self.window) == WINDOW:
             for warning in WARNINGS:
                 text = warning(self.window)
                 self.warn(warning.__name__, text and f"steps {step + 1 - WINDOW} to {step}: {text}")
-        self.report_time(line)
+            if self.is_live:
+                num = self.cfg.run.max_steps
+                seconds = (line["time"] - self.window[0]["time"]) / (WINDOW - 1)  # of a step
+                left = timedelta(seconds=round((num - step - 1) * seconds))
+                say(f"time: {step + 1} of {num} steps are done, {left} left")
 
     def warn(self, name: str, text: str):
         """Prints a warning, unless it was printed the last time as well. text: "" if all is well."""
@@ -357,18 +356,6 @@ class Watch:
         text += f"its reward would be {line['reward/lost_as_0']:.3f} if they counted as 0"
         self.warn(f"evaluation of {env}", text if line["errors"] > LOST * num else "")
 
-    def report_time(self, line: dict):
-        """The time left: at most at each tenth of the run, and every PAUSE seconds."""
-        self.start = self.start or line
-        num = self.cfg.run.max_steps
-        done = line["step"] + 1
-        tenth, told = self.told
-        passed = line["time"] - self.start["time"]
-        if self.is_live and 10 * done // num > tenth and line["time"] > max(told, self.start["time"]) + PAUSE:
-            left = timedelta(seconds=round((num - done) * passed / (line["step"] - self.start["step"])))
-            say(f"time: {done} of {num} steps are done, {left} left")
-            self.told = (10 * done // num, line["time"])
-
     def draw(self):
         from tools import plot
 
@@ -382,10 +369,6 @@ class Watch:
         page.main([str(self.run)])
 
     def end(self):
-        whole = self.seconds["step"]
-        if whole:
-            train, wait, sync = (self.seconds[part] / whole for part in ("train", "wait_batch", "sync"))
-            say(f"time: {whole:.0f} s, {train:.0%} training, {wait:.0%} waiting for rollouts, {sync:.0%} syncing")
         if (self.run / "done").exists():
             say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
             for command in commands(self.run, self.cfg):
@@ -397,17 +380,18 @@ class Watch:
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=show.run_with("config.toml"))
+    parser.add_argument("run", type=Path)
     parser.add_argument("--once", action="store_true", help="read what exists, and do not wait for more")
     parser.add_argument("--tracker", choices=["wandb"], help="default: the configuration's")
     args = parser.parse_args(argv)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):  # the launcher aborts roles of a run that hangs
         signal.signal(number, lambda *_: stopped.set())
-    watch = Watch(args.run, args.tracker, is_live=not (args.once or show.is_finished(args.run)))
+    done = args.run / "done"
+    watch = Watch(args.run, args.tracker, is_live=not (args.once or done.exists()))
     is_last = False
     while not is_last:
-        is_last = args.once or stopped.is_set() or show.is_finished(args.run)
+        is_last = args.once or stopped.is_set() or done.exists()
         watch.look()
         stopped.wait(0 if is_last else 1)
     watch.end()
