@@ -217,9 +217,9 @@ def test_credit_by_turn(monkeypatch):
 ROWS = [{"question": str(i), "difficulty": ["easy", "hard"][i % 2]} for i in range(8)]
 
 
-def commit(order, rewards, dropped=""):
+def commit(order, rewards):
     """A group for each row of {row: reward}."""
-    order.commit(0, [group_of([x, x], example=[row] * 2, dropped=[dropped] * 2) for row, x in rewards.items()])
+    order.commit(0, [group_of([x, x], example=[row] * 2) for row, x in rewards.items()])
 
 
 def picks(order, step=0, num=400):
@@ -240,16 +240,11 @@ def test_difficulty_prefers_rows_that_are_solved_half_of_the_time(make_cfg):
     assert not other.memory
 
 
-def test_a_curriculum_has_periods_and_retires_rows(make_cfg):
-    order = orders.Curriculum("e", ROWS, make_cfg(), {}, periods={"hard": [2, 4]}, retire_after=2)
+def test_a_curriculum_has_periods(make_cfg):
+    order = orders.Curriculum("e", ROWS, make_cfg(), {}, periods={"hard": [2, 4]})
     for step, expected in ((1, {0, 2, 4, 6}), (2, set(range(8))), (3, set(range(8))), (4, {0, 2, 4, 6})):
         assert set(picks(order, step)) == expected
-    commit(order, {0: 1.0, 2: 1.0, 4: 1.0}, "flat")
-    commit(order, {0: 1.0, 4: 1.0}, "flat")
-    commit(order, {4: 1.0})  # not flat
-    assert set(picks(order, 1)) == {2, 4, 6}
-    order.retire_after = 0.5
-    commit(order, {2: 1.0, 4: 1.0, 6: 1.0}, "flat")
+    order.periods["easy"] = [0, 1]
     with pytest.raises(DataError, match="no row of e is left at step 1"):
         picks(order, 1)
 
@@ -336,8 +331,8 @@ def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
 
 
 def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
-    """A frozen one is what LoRA in 16 bits started from, one elsewhere has its own name and the same vocabulary; any
-    other is the version that sampled. What the environment adds itself stays."""
+    """One elsewhere, of its own name and the same vocabulary, or the version that sampled. What the environment adds
+    itself stays."""
     asked = []
 
     class Client:
@@ -366,15 +361,12 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
         return asked[-1] if asked else None
 
     assert teach(urls=()) is None  # a program that trains nothing
-    lora = ["trainer.use_lora=true", "trainer.dtype=bf16"]
-    assert teach(*lora) == ("", "test-v7") and teach(*lora, frozen=True) == ("", "test")
+    assert teach("trainer.use_lora=true", "trainer.dtype=bf16") == ("", "test-v7")
     elsewhere = {"base_url": "http://127.0.0.1:9", "model": "large"}
     assert teach(**elsewhere) == ("http://127.0.0.1:9", "large")
     for wrong in ("orchestrator.sampling.temperature=0.5", "trainer.loss=cispo"):
         with pytest.raises(ConfigError, match="a teacher: needs"):
             teach(wrong)
-    with pytest.raises(ConfigError, match="a frozen teacher"):
-        teach(frozen=True)
     Client.tokens = [2]
     with pytest.raises(ConfigError, match="its vocabulary is not the policy's"):
         teach(**elsewhere)
