@@ -3,7 +3,7 @@
 import asyncio
 import os
 import re
-import uuid
+from collections.abc import Sequence
 
 import openai
 
@@ -34,8 +34,7 @@ class Judge:
     """A reward function: the mean of all models' scores, from 0 to 1. If a model gives no score, it raises; the rollout
     is then discarded and never counts as 0.
 
-    judge_models: their names; by default the first model that the server lists.
-    base_url: the server's address; by default the policy's own server, which exists only while training.
+    judge_models: their names. base_url: the server's address; None: openai's, or what OPENAI_BASE_URL says.
     template: text with {prompt}, {completion} and {answer}. A reply must end with <score>x</score>, x from 0 to scale.
     sampling: further keys of the requests. name: in metrics, where two judges need two.
 
@@ -44,15 +43,15 @@ class Judge:
 
     def __init__(
         self,
-        judge_models: list[str] | tuple = (),
-        base_url: str = "",
+        judge_models: Sequence[str],
+        base_url: str | None = None,
         template: str = TEMPLATE,
         scale: float = 10.0,
         max_concurrent: int = 32,
         sampling: dict | None = None,
         name: str = "judge",
     ):
-        self.models = list(judge_models)
+        self.models = judge_models
         self.base_url = base_url
         self.template = template
         self.scale = scale
@@ -63,21 +62,17 @@ class Judge:
         self.loop = None
 
     def connect(self):
-        """Called late, because client and semaphore belong to the event loop that uses them, and the policy's server
-        to one run."""
-        url = self.base_url or os.environ["ROLEMODEL_POLICY_URL"]
+        """Called late, because client and semaphore belong to the event loop that uses them."""
         key = os.environ.get("OPENAI_API_KEY") or "none"
         http = openai.DefaultAsyncHttpxClient(mounts=DIRECT)
-        self.client = openai.AsyncOpenAI(base_url=url, api_key=key, http_client=http, max_retries=6, timeout=120.0)
+        how = {"http_client": http, "max_retries": 6, "timeout": 120.0}
+        self.client = openai.AsyncOpenAI(base_url=self.base_url, api_key=key, **how)
         self.slots = asyncio.Semaphore(self.max_concurrent)
         self.loop = asyncio.get_running_loop()
 
     async def __call__(self, prompt: Messages | str, completion: Messages, answer: str) -> float:
         if self.loop is not asyncio.get_running_loop():
             self.connect()
-        if not self.models:
-            listed = await self.client.models.list()
-            self.models = [listed.data[0].id]
         fields = {"prompt": as_text(prompt), "completion": as_text(completion), "answer": str(answer)}
         text = re.sub(r"\{(prompt|completion|answer)\}", lambda match: self.fenced(fields[match[1]]), self.template)
         scores = await asyncio.gather(*(self.ask(model, text) for model in self.models))
@@ -89,13 +84,9 @@ class Judge:
 
     async def ask(self, model: str, text: str) -> float:
         """Returns one model's score, from 0 to 1."""
-        options = dict(self.sampling)
-        if not self.base_url:
-            # The policy's own server: its weights change, so cached keys and values must not be reused.
-            options["extra_body"] = {"cache_salt": uuid.uuid4().hex}
         messages = [{"role": "user", "content": text}]
         async with self.slots:
-            reply = await self.client.chat.completions.create(model=model, messages=messages, **options)
+            reply = await self.client.chat.completions.create(model=model, messages=messages, **self.sampling)
         content = reply.choices[0].message.content or ""
         # Judges also write [8], **8**, 8/10 and 8 out of 10.
         out_of = rf"(?:(?:/|out of)\s*{self.scale:g}[\s*\]]*)?"
