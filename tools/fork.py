@@ -85,8 +85,6 @@ def main(argv: list[str]):
     at = argv.index("--from")
     place, _, step = argv[at + 1].rpartition("@")
     parent = Path(place).resolve()
-    if not (step.isdigit() and (parent / "config.toml").exists()):
-        raise ConfigError(f"--from {argv[at + 1]}: must be the directory of a run, @ and a step")
     rest = argv[:at] + argv[at + 2 :]
     parents = load_config(parent / "config.toml")  # first, since each adds its directory to the end of sys.path
     cfg = load_config(rest[0], rest[1:])
