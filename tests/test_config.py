@@ -24,7 +24,6 @@ from env import SingleTurnEnv
     ("orchestrator.rollouts_per_example=1", "rollouts_per_example: at least 2"),
     ("orchestrator.batch_size=18", "orchestrator.batch_size: a multiple"),
     ("orchestrator.generation_timeout=900", "generation_timeout: below watchdog"),
-    ("orchestrator.oversampling_factor=0.5", "oversampling_factor"),
     ("orchestrator.sampling.top_p=0.9", "allow_biased_sampling"),
     ("orchestrator.order_args.share=0.5", "without orchestrator.order"),
     ("trainer.lr_scheduler_type=step", "lr_scheduler_type: one of"),
@@ -86,9 +85,8 @@ def test_what_a_key_names(tmp_path, own_modules):
     assert configs.find("grpo", {"grpo": "losses:grpo"}) is configs.find("losses:grpo")
     with pytest.raises(ConfigError, match="must be one of"):
         configs.find("b", {"a": 2})
-    for name, wrong in (("muon", "'muon': must be one of"), ("mine:los", "mine.py'> has no 'los'")):
-        with pytest.raises(ConfigError, match=wrong):
-            configs.find(name)
+    with pytest.raises(ConfigError, match="'muon': must be one of"):
+        configs.find("muon")
     (tmp_path / "orders").mkdir()
     assert configs.find("orders:Difficulty")  # a mere folder replaces nothing
     (tmp_path / "losses.py").write_text("def gspo(): return 2")
@@ -113,7 +111,7 @@ def test_a_run_has_the_rows_that_it_began_with(tmp_path):
     """verl #7816, NeMo-RL #2519: other rows in the same file, and a gain between two evaluation sets."""
     for start, text in ((0, "b"), (0, "c"), (3, "c"), (3, "b")):
         env = SingleTurnEnv([{"question": "a", "info": {"x": {1}}}], [{"question": text}])
-        other = pytest.raises(ConfigError, match="task.eval_dataset has other rows")
+        other = pytest.raises(ConfigError, match="has begun with other rows")
         with other if (start, text) == (3, "b") else nullcontext():
             keep_rows(tmp_path, {"task": env}, start)
 

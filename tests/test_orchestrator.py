@@ -213,7 +213,7 @@ def test_what_ends_a_run(run, mix):
         run(30, MIX.replace("3.0", "7.0"), *how)  # an eighth of all rollouts, a quarter of whose are lost
     with pytest.raises(DataError, match="groups in a row had no gradient .now: flat"):
         run(3, single(lambda: 1.0), "run_name=flat")
-    with pytest.raises(ConfigError, match="no eval_dataset"):
+    with pytest.raises(DataError, match="all is lost: no eval_dataset"):
         run(1, SingleTurnEnv(rows(3)), "eval.every=1", "run_name=none")
     with pytest.raises(DataError, match="evaluation .*, all is lost: ValueError"):
         run(1, single(lambda: None), "eval.every=1", "run_name=lost")
