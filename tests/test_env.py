@@ -86,9 +86,13 @@ def test_functions_get_what_they_name_in_threads():
     def both(answer, state, unit="m"):
         return answer, state["x"], unit, threading.current_thread() is threading.main_thread()
 
+    async def everything(**state):
+        return state["answer"]
+
     have = {"answer": 1, "state": {"x": 2}, "more": 3}
     assert asyncio.run(call(both, **have)) == (1, 2, "m", False)
     assert asyncio.run(call(partial(both, unit="km", answer=9), **have))[:3] == (9, 2, "km")
+    assert asyncio.run(call(everything, **have)) == 1
 
     async def together():
         began = time.monotonic()

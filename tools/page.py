@@ -159,7 +159,7 @@ def make_page(run: Path, most: float) -> str:
 
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=show.run_with("rollouts.jsonl", "metrics.jsonl"))
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="default: page.html in the run")
     parser.add_argument("--mb", type=float, default=5, help="about the size of the page: 5")
     args = parser.parse_args(argv)

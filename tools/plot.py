@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, half_width
+from tools.show import Lines, half_width, run_with
 
 STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#000000", "linestyle": "-", "marker": ""},
@@ -103,7 +103,7 @@ def plot(runs: list[Path], out: Path):
 
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("runs", nargs="+", type=run_with("metrics.jsonl", "eval.jsonl"))
     parser.add_argument("--out", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
     plot(args.runs, args.out or args.runs[0] / "curves.png")

@@ -33,6 +33,8 @@ def main(argv: list[str]):
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}")
     text = f"{configs.to_toml(cfg)}# batches = {args.batches.resolve()}\n"
     refuse_other(run_dir, text)
+    if (run_dir / "checkpoints" / f"step_{len(paths):06d}").exists():
+        raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")
     (run_dir / "config.toml").write_text(text)
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(cfg)

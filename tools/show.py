@@ -12,9 +12,9 @@ import os
 import pydoc
 import signal
 import sys
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
 
@@ -51,6 +51,18 @@ def eval_statistics(rows: list[float | None], first: list[float | None] | None =
 
 def with_interval(value: float, half: float | None) -> str:
     return f"{value:.3f}" if half is None else f"{value:.3f} +- {half:.3f}"
+
+
+def run_with(*files: str) -> Callable[[str], Path]:
+    """Returns a type for argparse: a run directory that has one of these files."""
+
+    def find(text):
+        run = Path(text).resolve()
+        if not any((run / name).exists() for name in files):
+            raise ArgumentTypeError(f"{run} is not a run directory: it has no {' or '.join(files)}")
+        return run
+
+    return find
 
 
 class Lines:
@@ -233,7 +245,7 @@ def as_text(line: dict, most: int = 0) -> str:
 
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=run_with("rollouts.jsonl"))
     parser.add_argument("--step", type=int)
     parser.add_argument("--env")
     parser.add_argument("--row", type=int)

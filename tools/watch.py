@@ -6,7 +6,7 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     === step    a rollout from one in every show_every steps
     eval        the gain of an evaluation over the first one, with 95 % intervals
     warning:    what someone should change, and how; again only if its cause had disappeared in between
-    time:       how much is left
+    time:       how much is left, and in the end where it went
     result:     what was learned, and how to serve and evaluate it
 It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
 environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb gets metrics, evaluations and
@@ -244,6 +244,7 @@ class Watch:
         self.results = {}  # {environment: its last evaluation, in words}
         self.window = deque(maxlen=WINDOW)
         self.warned = set()
+        self.seconds = Counter()
         self.is_live = is_live
         self.is_drawn = True
         self.drawn = time.monotonic()  # when curves.png was
@@ -317,6 +318,8 @@ class Watch:
                 judge(mine[0]["env"], grouped(mine, "group", "attempt"))
         if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
             say(show.as_text(rollouts[step * 7919 % len(rollouts)], most=600))
+        for part in ("step", "train", "wait_batch", "sync"):
+            self.seconds[part] += line[f"time/{part}_s"]
         self.window.append(line)
         if (step + 1) % WINDOW == 0 and len(self.window) == WINDOW:
             for warning in WARNINGS:
@@ -369,6 +372,10 @@ class Watch:
         page.main([str(self.run)])
 
     def end(self):
+        whole = self.seconds["step"]
+        if whole:
+            train, wait, sync = (self.seconds[part] / whole for part in ("train", "wait_batch", "sync"))
+            say(f"time: {whole:.0f} s, {train:.0%} training, {wait:.0%} waiting for rollouts, {sync:.0%} syncing")
         if (self.run / "done").exists():
             say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
             for command in commands(self.run, self.cfg):
@@ -380,7 +387,7 @@ class Watch:
 
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
+    parser.add_argument("run", type=show.run_with("config.toml"))
     parser.add_argument("--once", action="store_true", help="read what exists, and do not wait for more")
     parser.add_argument("--tracker", choices=["wandb"], help="default: the configuration's")
     args = parser.parse_args(argv)

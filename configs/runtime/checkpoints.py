@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from configs.runtime.directory import cut_lines
-from configs.runtime.role import say
+from configs.runtime.role import heartbeat, say
 from configs.serving import adapters
 
 
@@ -75,6 +75,7 @@ def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
     final = run_dir / "final"
     tensors = {}
     for block in blocks:
+        heartbeat()
         if dist.get_rank() == 0:
             tensors |= {name: tensor.cpu().contiguous() for name, tensor in block.items()}
     if dist.get_rank() > 0:
