@@ -487,6 +487,8 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks):
     replays([argv])
     torch.testing.assert_close(final(path / "3" / run_dir.name), final(run_dir), atol=2e-5, rtol=1e-4)
     assert [old.name for old in (path / "3" / run_dir.name / "checkpoints").iterdir()] == ["step_000003"]
+    with pytest.raises(ConfigError, match="3 steps already"):
+        replays([argv])
 
 
 def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
