@@ -219,7 +219,7 @@ ROWS = [{"question": str(i), "difficulty": ["easy", "hard"][i % 2]} for i in ran
 
 def commit(order, rewards):
     """A group for each row of {row: reward}."""
-    order.commit(0, [group_of([x, x], example=[row] * 2) for row, x in rewards.items()])
+    order.commit(0, [group_of(r_G, example=[row] * 2) for row, r_G in rewards.items()])
 
 
 def picks(order, step=0, num=400):
@@ -229,14 +229,14 @@ def picks(order, step=0, num=400):
 def test_difficulty_prefers_rows_that_are_solved_half_of_the_time(make_cfg):
     order = orders.Difficulty("e", ROWS, make_cfg(), {})
     assert set(picks(order, num=8).values()) == {1}  # nothing is known: each once
-    commit(order, dict(enumerate([0.5, 0.0, 1.0, 5.0, -1.0, 0.5, 0.75, 0.0])))
-    commit(order, {1: 1.0})  # moves from 0 to 1/2
+    commit(order, dict(enumerate([[1, 0], [0, 0.9], [1, 1], [5, 1], [-1, 0], [0, 1], [1, 0], [0, 0]])))
+    commit(order, {1: [1, 1]})  # moves from 0 to 1/2
     found = picks(order)
     assert min(found[row] for row in (0, 1, 5, 6)) > 4 * max(found[row] for row in (2, 3, 4, 7)) > 0
     again = orders.Difficulty("e", ROWS, make_cfg(), json.loads(json.dumps(order.memory)))
     assert picks(again) == found  # a resumed run goes on with the same rows
     other = orders.Difficulty("other", ROWS, make_cfg(), {})
-    commit(other, {0: 1.0})
+    commit(other, {0: [1, 1]})
     assert not other.memory
 
 

@@ -43,13 +43,14 @@ def values(metrics: list[dict], key: str) -> list[float]:
 
 
 def draw_evaluation(axis, run: Path, style: dict):
-    """The mean reward of each environment, with its 95 % interval over the rows."""
+    """The mean reward of each environment, with its 95 % interval over the rows, and the share of successes."""
     evals = list(Lines(run / "eval.jsonl").new())
     for env, marker in zip(sorted({line["env"] for line in evals}), cycle("os^vD")):
         lines = [line for line in evals if line["env"] == env]
         half = [half_width([reward for reward in line["rows"] if reward is not None]) or 0.0 for line in lines]
         look = style | {"marker": marker, "capsize": 3, "label": f"{run.name}: {env}"}
         axis.errorbar(values(lines, "step"), values(lines, "reward/mean"), yerr=half, **look)
+        axis.plot(values(lines, "step"), values(lines, "pass@1"), color=style["color"], linestyle=":", marker=marker)
 
 
 def draw_spread(axis, metrics: list[dict]):
@@ -83,7 +84,7 @@ def draw(runs: list[Path]):
         look = style | {"markevery": max(1, len(metrics) // 8), "markersize": 4, "label": run.name}
         for key, (row, column, _) in PANELS.items():
             axes[row, column].plot(versions, values(metrics, key), **look)
-    axes[0, 0].set_title("evaluation: mean reward, 95 % intervals")
+    axes[0, 0].set_title("evaluation: mean reward, 95 % intervals; dotted: successes")
     axes[1, 2].set_title(f"seconds per step ({runs[0].name})")
     for row, column, title in PANELS.values():
         axes[row, column].set_title(title)
