@@ -13,13 +13,13 @@ import openai
 import pytest
 from conftest import all_batches, lines
 from scripted import Policy
-from think_env import KEEPS
+from think_env import KEEPS, Turns, noise
 
 from configs.environments import endpoint
 from configs.environments.agents import AgentEnv, AgentFailed
 from configs.environments.rubrics import AgentRubric
 from configs.serving import formats
-from env import MultiTurnEnv, Rubric, Truncated
+from env import Rubric, Truncated
 
 ROWS = [{"question": f"hello {i}", "answer": str(i)} for i in range(37)]
 SHORT = ("orchestrator.sampling.max_tokens=3", "max_seq_len=128")
@@ -44,29 +44,19 @@ async def say(client, messages, **options):
     return reply.choices[0].message
 
 
-def noise(answer):
-    """Two rollouts never get the same."""
-    return float(answer) + random.random()
-
-
 # --- what is trained --------------------------------------------------------------------------------------------------
 
 
 async def turns(client, prompt):
-    for i in range(3):
+    for i in (1, 2, 3):
         await say(client, prompt)
         prompt.append({"role": "user", "content": f"turn {i}"})
-
-
-class SameTurns(MultiTurnEnv):
-    def env_response(self, messages, state):
-        return [{"role": "user", "content": f"turn {state['turn'] - 1}"}]
 
 
 def test_an_agent_is_trained_on_the_same_tokens_as_an_environment_of_the_same_turns(run):
     """The fake server's answers are a function of prompt and seed."""
     found = []
-    for env in (SameTurns(ROWS, 3, rubric=Rubric([noise])), AgentEnv(turns, ROWS, rubric=Rubric([noise]))):
+    for env in (Turns(ROWS, 3, rubric=Rubric([noise])), AgentEnv(turns, ROWS, rubric=Rubric([noise]))):
         run_dir = run(1, env, *SHORT, "orchestrator.max_staleness=0")
         found.append((all_batches(run_dir)[0].sequences, lines(run_dir / "rollouts.jsonl")))
         shutil.rmtree(run_dir)

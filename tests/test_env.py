@@ -6,7 +6,6 @@ import math
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -14,24 +13,11 @@ import pytest
 import torch
 from conftest import ROOT
 from datasets import Dataset
+from scripted import play
 
 import env
 from configs.runtime.role import ConfigError
 from env import MultiTurnEnv, Rubric, SingleTurnEnv, call, finite, load_environment, load_rows
-
-
-def play(task, row, *answers, step=0):
-    """The state of a rollout in which the policy gives these answers, and what it was asked."""
-    said = iter(answers)
-    asked = []
-
-    async def generate(prompt, tools=None):
-        asked.append(json.loads(json.dumps(prompt)))
-        return {"role": "assistant", "content": next(said)}
-
-    state = task.start(row) | {"step": step}
-    asyncio.run(task.rollout(state, generate))
-    return state, asked
 
 
 def score(rubric, state):
@@ -40,8 +26,8 @@ def score(rubric, state):
 
 def test_one_turn():
     task = SingleTurnEnv([{"question": "a?", "info": {"n": [1]}}], system_prompt="Be brief.")
-    state, asked = play(task, task.dataset[0], "b")
-    assert asked == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"}]]
+    state, _, _ = play(task, task.dataset[0], "b")
+    assert state["asked"] == [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a?"}]]
     assert state["completion"] == [{"role": "assistant", "content": "b"}] and state["turn"] == 1
     state["info"]["n"].append(2)
     state["prompt"].clear()
@@ -65,10 +51,10 @@ class Counts(MultiTurnEnv):
 
 def test_several_turns():
     task = Counts([{"question": "go"}], max_turns=3)
-    state, asked = play(task, task.dataset[0], "a", "stop")
+    state, _, _ = play(task, task.dataset[0], "a", "stop")
     assert [m["content"] for m in state["completion"]] == ["a", "1", "stop"] and state["seen"] == [2]
-    assert [len(messages) for messages in asked] == [1, 3]
-    state, _ = play(task, task.dataset[0], "a", "b", "c")
+    assert [len(messages) for messages in state["asked"]] == [1, 3]
+    state, _, _ = play(task, task.dataset[0], "a", "b", "c")
     assert state["turn"] == 3 and state["completion"][-1]["content"] == "c"
 
 
@@ -94,13 +80,6 @@ def test_functions_get_what_they_name_in_threads():
     assert asyncio.run(call(partial(both, unit="km", answer=9), **have))[:3] == (9, 2, "km")
     assert asyncio.run(call(everything, **have)) == 1
 
-    async def together():
-        began = time.monotonic()
-        await asyncio.gather(*(call(lambda: time.sleep(0.2)) for _ in range(4)))
-        return time.monotonic() - began
-
-    assert asyncio.run(together()) < 0.7
-
 
 def test_what_is_a_reward():
     for value in (1, True, 1.0, np.float32(1), np.int64(1), torch.tensor(1.0), "1"):
@@ -117,28 +96,17 @@ def test_rubrics():
     async def length(completion, scale):
         return len(completion[-1]["content"]) * scale
 
-    class Keyword:
-        keywords = ["abc"]
-
-        def __call__(self, completion):
-            return completion[-1]["content"] in self.keywords
-
     rubric = Rubric([exact, length], [1.0, -0.3], scale=2)
     state = {"completion": [{"content": "abc"}], "answer": "abc", "step": 3}
-    assert score(Rubric([Keyword()]), state) == (1.0, {"Keyword": 1.0})
     assert score(rubric, state) == (pytest.approx(1 - 0.3 * 6), {"exact": 1.0, "length": 6.0})
     assert state["reward_weights"] == {"exact": 1.0, "length": -0.3}
     assert score(Rubric([exact], [0]), state) == (0.0, {"exact": 1.0})
-    with pytest.raises(ValueError, match="<lambda> returned None"):
-        score(Rubric([lambda: None]), state)
 
     def mean(completion): ...
 
     for funcs in ([partial(exact, answer="a"), partial(exact, answer="b")], [mean]):
         with pytest.raises(ConfigError, match=env.name_of(funcs[0])):
             Rubric(funcs)
-    with pytest.raises(ConfigError, match="length"):
-        Rubric([length, length])
     with pytest.raises(ValueError):
         Rubric([exact], [1.0, 2.0])
 

@@ -7,12 +7,13 @@ from typing import Literal
 import pytest
 from plain_server import PlainServer
 from scripted import play
+from think_env import Turns
 
 from configs.environments.judge import Judge, JudgeRubric
 from configs.environments.parsers import XMLParser, extract_boxed_answer
 from configs.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
 from configs.environments.tools import ToolEnv
-from env import MultiTurnEnv, Rubric, SingleTurnEnv
+from env import Rubric, SingleTurnEnv
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}]
 
@@ -123,11 +124,6 @@ def test_a_judges_score_and_what_is_none():
 # --- rubrics ----------------------------------------------------------------------------------------------------------
 
 
-class Echo(MultiTurnEnv):
-    def env_response(self, messages, state):
-        return [{"role": "user", "content": "more"}]
-
-
 def test_functions_of_a_group_see_all_its_rollouts():
     def longest(completions, answer):
         return [len(c[-1]["content"]) == max(len(c[-1]["content"]) for c in completions) for c in completions]
@@ -153,7 +149,7 @@ def test_rewards_by_turn_and_by_agent():
     def whole(completion):
         return 10.0
 
-    env = Echo(ROWS, max_turns=3, rubric=TurnRubric([each, whole], [0.5, 1.0]))
+    env = Turns(ROWS, max_turns=3, rubric=TurnRubric([each, whole], [0.5, 1.0]))
     state, reward, metrics = play(env, ROWS[0], "1", "2", "3")
     assert (reward, state["turn_rewards"], metrics) == (13.0, [0.5, 1.0, 11.5], {"each": 6.0, "whole": 10.0})
 
@@ -167,4 +163,4 @@ def test_rewards_by_turn_and_by_agent():
     for kind, values in bad.items():
         for value in values:
             with pytest.raises(ValueError):
-                play(Echo(ROWS, max_turns=3, rubric=kind([lambda v=value: v])), ROWS[0], "1", "2", "3")
+                play(Turns(ROWS, max_turns=3, rubric=kind([lambda v=value: v])), ROWS[0], "1", "2", "3")
