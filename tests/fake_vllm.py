@@ -133,8 +133,6 @@ class Server:
         self.unseeded = count()
         self.running = asyncio.Event()
         self.running.set()
-        if args.chat_template:
-            FAKE["template"] = args.chat_template
 
     async def fake(self, request):
         FAKE.clear()
@@ -151,8 +149,6 @@ class Server:
 
     async def load_adapter(self, request):
         body = await request.json()
-        if body["lora_name"] in self.network.adapters:
-            raise Refused(400, "has already been loaded")
         self.network.load_adapter(body["lora_name"], body["lora_path"])
 
     async def unload_adapter(self, request):
@@ -277,7 +273,6 @@ def main():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("--model", "--served-model-name", "--dtype"):
         parser.add_argument(name, required=True)
-    parser.add_argument("--chat-template")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     args, _ = parser.parse_known_args()

@@ -92,7 +92,6 @@ cfgs = [configs.load_config(sys.argv[1], overrides) for overrides in json.loads(
 servers = [check.server_need(cfgs[0], gib << 30, False) for gib in (8, 16)]
 check.without_content()
 print(json.dumps([servers, [check.trainer_need(cfg) for cfg in cfgs]]))
-check.estimate(cfgs[0], [1 << 29, 1 << 30], 0)
 """
 
 
@@ -111,4 +110,3 @@ def test_the_estimate_of_memory_by_hand(models, tmp_path):
     resident = 16 * sum(p.numel() for p in model.parameters())
     assert [need - offloaded, half - half_offloaded] == pytest.approx([resident, resident / 2], rel=0.01)
     assert [large - small, (more - fewer) * 2 * (32 + 32) * 2] == pytest.approx([0.92 * 8 * 2**30] * 2, rel=1e-5)
-    assert "ConfigError: the trainer needs 0.0 GiB of -0.2; if memory is short" in done.stderr
