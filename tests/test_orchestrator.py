@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, all_batches, lines
-from think_env import DROPS, KEEPS, Turns, noise
+from think_env import DROPS, KEEPS, Turns, letters, noise
 
 import configs
 import env
@@ -27,11 +27,6 @@ from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, e
 
 PAIRS = "orchestrator.rollouts_per_example=2"
 ON_POLICY = "orchestrator.max_staleness=0"
-
-
-def letters(completion):
-    """A function of the answer, that may be the same for two of them."""
-    return float(sum(map(ord, completion[-1]["content"])) % 3)
 
 
 def rows(num, prompt="hello"):
@@ -250,13 +245,6 @@ def lost(work, timeout_s=5.0):
     return r.error
 
 
-def test_a_turn_extends_the_longest_sequence():
-    sequences = []
-    for prompt_ids, ids in (([1], [2]), ([1], [2, 3]), ([1, 2, 3, 4], [5])):
-        orchestrator.extend_or_fork(sequences, prompt_ids, ids, [-1.0] * len(ids), 0)
-    assert [s.tokens for s in sequences] == [[1, 2], [1, 2, 3, 4, 5]]
-
-
 def test_guard():
     """User code may await what was cancelled, swallow its own end, or try to end the process."""
 
@@ -385,8 +373,10 @@ def test_a_turn_extends_the_longest_beginning_of_its_prompt():
     extend_or_fork(found, [1, 2, 9], [3], [-1.0], 2)  # not what was said
     extend_or_fork(found, [1, 2, 3, 4, 5, 6], [7], [-1.0], 3, agent="other")
     assert [s.tokens for s in found[1:]] == [[1, 2, 9, 3], [1, 2, 3, 4, 5, 6, 7]]
-    extend_or_fork(found, [1, 2, 9, 3, 1], [8], [-1.0], 4)
-    assert found[1].tokens == [1, 2, 9, 3, 1, 8] and len(found) == 3
+    for ids in ([2], [2, 9], [2]):
+        extend_or_fork(found, [1], ids, [-1.0] * len(ids), 4)
+    extend_or_fork(found, [1, 2, 9, 1], [8], [-1.0], 5)
+    assert [s.tokens for s in found[3:]] == [[1, 2], [1, 2, 9, 1, 8], [1, 2]]
 
 
 def sequence(**change):
