@@ -14,8 +14,8 @@ from scripted import Policy, play
 from configs.environments import verifiers_v1
 from configs.environments.verifiers_v0 import wrap
 from configs.environments.verifiers_v1 import TasksetFailed, VerifiersV1Env
-from configs.runtime.role import ConfigError
-from env import Truncated, load_environment
+from env import Truncated
+from env import load_environment as load
 
 ROWS = [{"question": f"row {i}", "answer": str(i), "info": {"number": i}} for i in range(13)]
 DATA = {"dataset": Dataset.from_list(ROWS), "eval_dataset": Dataset.from_list(ROWS[:1]), "system_prompt": "S"}
@@ -50,17 +50,13 @@ def test_turns_and_settings_come_through():
     assert reward == 0.5 * metrics["letters"] == 0.5 * (ord("b") % 7) and len(env.eval_dataset) == 1
 
 
-INSTALLED = """
-import test_verifiers as t
 def load_environment(weight):
-    return t.vf.SingleTurnEnv(**t.DATA, rubric=t.vf.Rubric([t.letters], [weight]))
-"""
+    """Of this module, as if it had been installed."""
+    return vf.SingleTurnEnv(**DATA, rubric=vf.Rubric([letters], [weight]))
 
 
-def test_an_installed_environment_is_named_by_its_id(tmp_path, monkeypatch):
-    (tmp_path / "my_env.py").write_text(INSTALLED)
-    monkeypatch.syspath_prepend(tmp_path)
-    env = load_environment("someone/my-env", {"weight": 0.5})
+def test_an_installed_environment_is_named_by_its_id():
+    env = load("someone/test-verifiers", {"weight": 0.5})
     assert play(env, env.dataset[0], "b")[1] == 0.5 * (ord("b") % 7)
 
 
@@ -133,13 +129,11 @@ def venv(tmp_path_factory):
         tasksets = shutil.copytree(ROOT / "tests" / "v1_tasksets", folder / "tasksets")  # pip builds there
         verifiers_v1.make_venv([str(tasksets)])
         yield
-        with pytest.raises(ConfigError, match="missing failed, see .*setup.log"):
-            verifiers_v1.make_venv(str(folder / "missing"))
 
 
 @pytest.mark.long
 def test_tools_rewards_and_whose_fault_it_is(venv):
-    env = load_environment("verifiers_v1", {"taskset": "glossary_v1", "max_requests": 5, "num_eval": 1})
+    env = load("verifiers_v1", {"taskset": "glossary_v1", "max_requests": 5, "num_eval": 1})
     assert [len(env.dataset), len(env.eval_dataset)] == [2, 1] and env.eval_dataset[0]["info"] == {"task": 2}
     said = [call("facts_lookup", arguments) for arguments in ('{"name": "alan"}', '{"na', "[1]")]
     state, reward, metrics = play(env, env.dataset[1], *said, call("no", "{}"), "a machine")
