@@ -1,4 +1,4 @@
-"""Fixtures: tiny models made on the spot, configurations, batches, one fake server per session."""
+"""Fixtures: tiny models made on the spot, configurations, one fake server per session."""
 
 import asyncio
 import importlib
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,18 +24,19 @@ FAKE_SERVER = f"{Path(sys.executable).name} tests/fake_vllm.py"  # SERVER is spl
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
 import orchestrator
+import trainer
 from configs import load_config
 from configs.models import toy
 from configs.runtime.directory import run_directory
 from configs.runtime.machine import choose_ports
 from orchestrator import Sequence, save_batch
-from trainer import start_distributed
 
 torch.set_num_threads(1)
 TOKENS = ['<tool_call>\n{"name": "double", "arguments": {"a": ', "}}\n</tool_call>"]
@@ -119,7 +121,7 @@ def own_modules(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def distributed():
-    start_distributed(load_config(ROOT / "configs" / "reverse_text.toml"))
+    trainer.start_distributed(load_config(ROOT / "configs" / "reverse_text.toml"))
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -159,12 +161,6 @@ def write_batches(folder, steps=1, change=lambda sequences: None, **shape):
     return folder
 
 
-@pytest.fixture
-def batches(tmp_path):
-    """batches(3) -> a directory of 3 random batch files."""
-    return lambda steps, **shape: write_batches(tmp_path / "saved", steps, **shape)
-
-
 class Read(NamedTuple):
     info: dict
     sequences: list[dict]  # numbers and words of each, and arrays of its fields
@@ -185,20 +181,31 @@ def all_batches(run_dir):
     return found
 
 
+def sent(policy, dtype, only_lora=False):
+    """{name: tensor} of all that a sync broadcasts."""
+    blocks = trainer.stream_weights(policy.model, dtype, only_lora)
+    return {name: w.clone() for block in blocks for name, w in block.items()}
+
+
 def lines(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def append(path, rows):
+    with open(path, "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def launch(toml, *overrides, timeout=300, check=True, **env):
+def launch(toml, *overrides, timeout=300, **env):
     """Runs launch.sh with the fake server, and without tools/watch.py, whose pictures take half of a short run's time
     (WATCH="tools/watch.py" brings it back). Returns the CompletedProcess."""
     env = os.environ | {"SERVER": FAKE_SERVER, "WATCH": "", "PET_NNODES": "2"} | env  # schedulers set the last
     command = ["bash", str(ROOT / "launch.sh"), str(toml), *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
@@ -213,41 +220,51 @@ def start(command, log, **env):
         return subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | env, cwd=ROOT, start_new_session=True)
 
 
-def wait_for(url, process, log, timeout_s=600):
-    """Waits for a server's /health."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            if httpx.get(f"{url}/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        assert process.poll() is None and time.monotonic() < deadline, Path(log).read_text()[-3000:]
-        time.sleep(0.2)
+def wait_until(condition, process=None, said=lambda: ""):
+    """Fails when the process ends, or is given up; said() is what it said."""
+    deadline = time.monotonic() + 600
+    while not condition():
+        has_ended = process and process.poll() is not None
+        assert not has_ended and time.monotonic() < deadline, said()
+        time.sleep(0.05)
 
 
-def stop(process):
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def having(word):
+    """The processes that have this among their words: forks keep them."""
+    others = psutil.process_iter(["cmdline"])
+    return [p for p in others if word in " ".join(p.info["cmdline"] or ()) and p.pid != os.getpid()]
+
+
+@contextmanager
+def serving(command, port, log, **env):
+    """The address of a server, while it runs."""
+    process = start([*command, "--port", str(port)], log, **env)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_up():
+        with suppress(httpx.TransportError):
+            return httpx.get(f"{url}/health").is_success
+
+    try:
+        wait_until(is_up, process, lambda: Path(log).read_text()[-3000:])
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="session")
 def fake_servers(models, tmp_path_factory):
     """fake_servers(**FAKE) -> the address of the session's fake server, which from now on has these options."""
-    port = free_port()
-    log = tmp_path_factory.mktemp("fake") / "log"
-    command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--port", str(port)]
-    command += ["--served-model-name", "run", "--dtype", "float32", "--max-model-len", "64"]
-    process = start(command, log)
-    url = f"http://127.0.0.1:{port}"
-    wait_for(url, process, log)
+    command = [sys.executable, "tests/fake_vllm.py", "--model", str(models["untied"]), "--served-model-name", "run"]
+    command += ["--dtype", "float32", "--max-model-len", "64"]
+    with serving(command, free_port(), tmp_path_factory.mktemp("fake") / "log") as url:
 
-    def get(**fake):
-        httpx.post(f"{url}/fake", json=fake)
-        return url
+        def get(**fake):
+            httpx.post(f"{url}/fake", json=fake)
+            return url
 
-    yield get
-    stop(process)
+        yield get
 
 
 # --- whole runs -------------------------------------------------------------------------------------------------------

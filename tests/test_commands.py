@@ -5,17 +5,16 @@ import contextlib
 import json
 import os
 import shlex
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from pathlib import Path
 
+import psutil
 import pytest
-from conftest import ROOT, needs_namespaces
+from conftest import ROOT, having, needs_namespaces, wait_until
 from scripted import Policy
 
 from configs.environments import endpoint, sandbox
@@ -53,31 +52,14 @@ def after_asking(script, mark="x"):
     return ["sh", "-c", f"{shlex.join([*PYTHON, 'ask'])} && {script}", mark]
 
 
-def having(mark):
-    """Numbers of the processes that have this among their words: forks keep them."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if mark.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-    return found
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def mark():
     """A word by which processes are found. What a failing test leaves is killed."""
     word = f"mark-{uuid.uuid4()}"
     yield word
-    for pid in having(word):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    for process in having(word):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 @pytest.fixture

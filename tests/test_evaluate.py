@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from conftest import all_batches, lines, write_run
+from conftest import all_batches, append, lines, write_run
 from plain_server import PlainServer
 
 from configs.models import toy
@@ -48,11 +48,6 @@ ASK = [{"role": "user", "content": "b"}]
 
 def say(text):
     return [{"role": "assistant", "content": text}]
-
-
-def write_lines(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def trained_text(s):
@@ -132,7 +127,8 @@ def test_groups_are_of_one_example_of_one_environment(tmp_path, toml):
     for env, reward, is_truncated in (("a", 1, False), ("b", 2, False), ("a", 0, True), ("b", 4, False)):
         about = {"env": env, "example": 0, "reward": reward, "truncated": is_truncated}
         rows.append(about | {"prompt": ASK, "completion": say("a")})
-    evaluate.main([toml, "--offline", write_lines(tmp_path / "data.jsonl", *rows)])
+    append(tmp_path / "data.jsonl", rows)
+    evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])
     (batch,) = all_batches(tmp_path / "run-offline")
     found = [(s["env"], s["group"], trained_text(s), s["adv"].tolist()[-1]) for s in batch.sequences]
     said = "a<|end|>"
@@ -143,8 +139,8 @@ def test_the_best_are_imitated(tmp_path, toml):
     """A conversation, of which the answer in the prompt is not the policy's."""
     talk = {"prompt": ASK + say("one") + ASK, "completion": say("two") + ASK + say("six"), "reward": 1.0}
     others = [talk | {"reward": 0.5}, talk | {"truncated": True}, talk | {"reward": None}]
-    data = write_lines(tmp_path / "data.jsonl", talk, *others)
-    evaluate.main([toml, "--demonstrations", data, "--min-reward", "1"])
+    append(tmp_path / "data.jsonl", [talk, *others])
+    evaluate.main([toml, "--demonstrations", f"{tmp_path}/data.jsonl", "--min-reward", "1"])
     (batch,) = all_batches(tmp_path / "run-demonstrations")
     assert [trained_text(s) for s in batch.sequences] == ["two<|end|>six<|end|>"]
     for s in batch.sequences:
@@ -156,9 +152,8 @@ def test_the_best_are_imitated(tmp_path, toml):
     ({}, "'unscored': 1"),
     ({"reward": 1, "completion": say("a" * 99)}, "'longer than max_seq_len': 1"),
     ({"reward": 1, "error": "TimeoutError"}, "'failed': 1"),
-    ({"reward": 1, "completion": [{"content": "a"}]}, "line 1: KeyError"),
 ])  # fmt: skip
 def test_lines_that_are_left_out_are_counted(tmp_path, toml, line, reason):
-    data = write_lines(tmp_path / "data.jsonl", {"prompt": ASK, "completion": say("a")} | line)
+    append(tmp_path / "data.jsonl", [{"prompt": ASK, "completion": say("a")} | line])
     with pytest.raises(DataError, match=reason):
-        evaluate.main([toml, "--offline", data])
+        evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import BASE, FAKE_SERVER, all_batches, lines, needs_namespaces, start, write_run
+from conftest import BASE, FAKE_SERVER, all_batches, lines, needs_namespaces, start, wait_until, write_run
 from safetensors.torch import load_file
 
 import launch as launcher
@@ -150,15 +150,11 @@ class Run:
                     found[role_of(p)] = p
         return found
 
-    def wait_for(self, found):
-        deadline = time.monotonic() + 300
-        while not (value := found()):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text()
-            time.sleep(0.05)
-        return value
+    def wait_until(self, condition):
+        wait_until(condition, self.process, self.text)
 
     def kill(self, role, number=signal.SIGKILL):
-        self.wait_for(lambda: role == "launch.sh" or role in self.processes())
+        self.wait_until(lambda: role == "launch.sh" or role in self.processes())
         process = self.process if role == "launch.sh" else self.processes()[role]
         process.send_signal(number)
 
@@ -220,13 +216,13 @@ def test_what_ends_at_once(models, tmp_path):
     assert "ended with status 1 before the run was done (role=prepare exit=3" in last
     for role in ("server", "orchestrator", "agent", "launch.sh"):
         run = Run(tmp_path, models["untied"])
-        run.wait_for(lambda: "starting" in run.log.read_text())
+        run.wait_until(lambda: "starting" in run.log.read_text())
         run.kill(role)
         last = run.end(-9 if role == "launch.sh" else 3)
         assert role == "launch.sh" or f"killed by SIGKILL (role={NAMES.get(role, role)} exit=3 log=" in last
     for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
         run = Run(tmp_path, models["untied"])
-        run.wait_for(lambda: "starting" in run.log.read_text())
+        run.wait_until(lambda: "starting" in run.log.read_text())
         assert "belongs to a run under way" in Run(tmp_path, models["untied"]).end(2)
         run.kill("launch.sh", number)
         assert f"stopped by {number.name}" in run.end(code)
@@ -252,7 +248,7 @@ def test_killed_on_the_way(cells, undisturbed, fake_servers, models, tmp_path):
         shared = [f'inference.urls=["{fake_servers()}"]'] if point and role not in ("server", "engine") else []
         run = Run(tmp_path, models["untied"], loss, *shared, **env)
         batch = run.dir / "batches" / "step_000000.safetensors"
-        run.wait_for(lambda: "[hold]" in run.text() or not point and batch.exists())
+        run.wait_until(lambda: "[hold]" in run.text() or not point and batch.exists())
         run.kill(role)
         began = time.monotonic()
         last = run.end(-9 if role == "launch.sh" else 3)
@@ -311,7 +307,7 @@ def test_hung(models, tmp_path):
     weights below them."""
     hasty = ("watchdog=12", "orchestrator.generation_timeout=5", "trainer.use_lora=true", "trainer.dtype=bf16")
     run = Run(tmp_path, models["untied"], *hasty, ROLEMODEL_RUN_ID="run")
-    run.wait_for((run.dir / "batches" / "step_000001.safetensors").exists)
+    run.wait_until((run.dir / "batches" / "step_000001.safetensors").exists)
     assert {path.name for path in run.dir.glob("adapters/*")} >= {"run-v0", "run-v1"}
     run.kill("orchestrator", signal.SIGSTOP)
     assert "no role made progress for 12 s (watchdog)" in run.end(3)

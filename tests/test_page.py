@@ -4,8 +4,8 @@ import math
 import shutil
 
 import pytest
-from conftest import lines
-from test_show import make_run, rollout_line, write_lines
+from conftest import append
+from test_show import make_run, rollout_line
 
 from tools import page
 
@@ -16,8 +16,8 @@ HOSTILE += ["a\0b", "\ud800 lone", "\u2028", "<style>*{display:none}</style>", "
 
 def test_a_page_of_a_large_run_has_some_groups_of_steps_from_end_to_end(tmp_path):
     """The last line may be half written."""
-    write_lines(tmp_path / "rollouts.jsonl", [rollout_line(i // 10, i % 10, 0, 0.5) for i in range(1000)])
-    write_lines(tmp_path / "eval_rollouts.jsonl", [rollout_line(50 * (i // 20), i % 20, 0, 0.5) for i in range(60)])
+    append(tmp_path / "rollouts.jsonl", [rollout_line(i // 10, i % 10, 0, 0.5) for i in range(1000)])
+    append(tmp_path / "eval_rollouts.jsonl", [rollout_line(50 * (i // 20), i % 20, 0, 0.5) for i in range(60)])
     with open(tmp_path / "rollouts.jsonl", "a") as file:
         file.write('{"step": 99, "env')
     groups, num_all = page.choose(tmp_path, 50_000)
@@ -37,9 +37,9 @@ def test_a_page_in_a_browser(tmp_path, models):
     run, sequences = make_run(tmp_path / "run", models["untied"], '[trainer]\nloss = "grpo"\n')
     about = [{"error": text, "answer": text, "metrics": {text[:99]: 0.0}, "dropped": "flat"} for text in HOSTILE]
     hostile = [rollout_line(0, 2, i, 0.0, text, **about[i]) for i, text in enumerate(HOSTILE)]
-    write_lines(run / "rollouts.jsonl", lines(run / "rollouts.jsonl") + hostile)
+    append(run / "rollouts.jsonl", hostile)
     evals = [(0, 0, 0.5), (0, 1, 1.0), (0, 2, 0.0), (4, 0, 0.7 + 0.2 + 0.1), (4, 1, 0.9), (4, 2, 0.0)]
-    write_lines(run / "eval_rollouts.jsonl", [rollout_line(step, row, 0, reward) for step, row, reward in evals])
+    append(run / "eval_rollouts.jsonl", [rollout_line(step, row, 0, reward) for step, row, reward in evals])
     page.main([str(run)])
     problems = []
     with sync_api.sync_playwright() as playwright:

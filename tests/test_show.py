@@ -1,11 +1,10 @@
 """tools/show.py and tools/plot.py on a run's files: which rollouts are shown, tokens' gradients, intervals, curves."""
 
-import json
 import math
 
 import numpy as np
 import pytest
-from conftest import make_sequences
+from conftest import append, make_sequences
 from safetensors.numpy import save_file
 
 from orchestrator import save_batch
@@ -19,10 +18,6 @@ def rollout_line(step, group, rollout, reward, text="8", **more):
     line |= {"metrics": {"exact": reward}, "truncated": False, "num_turns": 1, "num_tokens": 9, "answer": "so"}
     messages = [[{"role": role, "content": content}] for role, content in (("user", "why"), ("assistant", text))]
     return line | dict(zip(("prompt", "completion"), messages)) | more
-
-
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def make_run(path, model="none", table=""):
@@ -44,7 +39,7 @@ def make_run(path, model="none", table=""):
     lines = [rollout_line(0, 0, i, 1.0, dropped="flat") for i in range(2)]
     lines += [rollout_line(0, 0, i, float(i), f"\x1b[2J {i}", attempt=1) for i in range(2)]
     lines += [rollout_line(0, 1, 0, 0.5), rollout_line(0, 1, 1, None, error="TimeoutError: after 9 s")]
-    write_lines(path / "rollouts.jsonl", lines)
+    append(path / "rollouts.jsonl", lines)
     return path, sequences
 
 
@@ -88,24 +83,6 @@ def test_the_push_of_a_token_is_the_gradient_of_the_runs_loss(loss, tmp_path, mo
         assert s["push"][~old.mask].isnan().all() and s["logp"][~old.mask].isnan().all()
 
 
-def test_what_a_loss_needs_and_no_file_has_leaves_the_push_unknown(tmp_path, models, capsys):
-    table = '[trainer]\nloss = "losses:truncated"\nupdates_per_batch = 2\n'
-    run, _ = make_run(tmp_path / "run", models["untied"], table)
-    sequences = sum(show.read_batch(run, 0).values(), [])
-    assert all(s["push"].isnan().all() for s in sequences) and "prox_logp_N" in capsys.readouterr().err
-
-
-def test_a_growing_file_is_read_in_whole_lines_and_a_cut_one_from_its_beginning(tmp_path):
-    path = tmp_path / "some.jsonl"
-    following = show.Lines(path)
-    for text, expected in (("", []), ('{"a": 1}\n{"a": 2', [{"a": 1}]), ("2}\n", [{"a": 22}]), ("", [])):
-        with open(path, "a") as file:
-            file.write(text)
-        assert list(following.new()) == expected
-    path.write_text('{"a": 3}\n')
-    assert list(following.new()) == [{"a": 3}]
-
-
 def test_a_gain_is_paired_by_row():
     found = show.eval_statistics([1.0, 0.5, 0.5, 1.0], [0.0, 0.0, 0.5, None])
     assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(4.302653 * 0.5 / math.sqrt(3))
@@ -117,9 +94,9 @@ def test_a_gain_is_paired_by_row():
 def test_curves_stand_at_their_versions(tmp_path):
     numbers = {"policy/kl_sampler": 1e-3, "time/wait_batch_s": 0.5, "time/train_s": 1.0}
     lines = [{"step": i, "version": i + 1, "reward/mean": i / 4} | numbers for i in range(3)]
-    write_lines(tmp_path / "metrics.jsonl", lines)
-    write_lines(tmp_path / "eval.jsonl", [{"step": 2, "env": "task", "reward/mean": 0.5, "rows": [0.0, 1.0, None]}])
-    write_lines(tmp_path / "watch.jsonl", [{"step": 1, "reward/p10": 0.1, "reward/p90": 0.9}])
+    append(tmp_path / "metrics.jsonl", lines)
+    append(tmp_path / "eval.jsonl", [{"step": 2, "env": "task", "reward/mean": 0.5, "rows": [0.0, 1.0, None]}])
+    append(tmp_path / "watch.jsonl", [{"step": 1, "reward/p10": 0.1, "reward/p90": 0.9}])
     evaluation, reward, kl, _, _, seconds = plot.draw([tmp_path]).axes
     assert reward.lines[0].get_xydata().tolist() == [[1, 0], [2, 0.25], [3, 0.5]]
     assert kl.lines[0].get_ydata()[1] == 1e-3 and len(reward.collections) == 1

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -14,7 +13,7 @@ from importlib.metadata import distributions
 import httpx
 import pytest
 import torch
-from conftest import BASE, ROOT, free_port, launch, lines, start, stop, wait_for, write_run
+from conftest import BASE, ROOT, free_port, launch, lines, sent, serving, write_run
 from think_env import Turns
 
 import orchestrator
@@ -36,15 +35,11 @@ def url(models, tmp_path_factory):
     path = tmp_path_factory.mktemp("vllm")
     (path / "run.toml").write_text(BASE.format(model=models["tools"]))
     options = server_options(load_config(path / "run.toml", ["max_seq_len=256"]), "real", False, False)
-    port = free_port()
-    options |= {"port": port, "worker_extension_cls": "receivers.Faulty"}
-    log = path / "log"
+    options["worker_extension_cls"] = "receivers.Faulty"
+    command = [sys.executable, "-m", "configs.serving.server", *as_flags(options)]
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as scratch:  # short: vLLM's sockets go there
-        command = [sys.executable, "-m", "configs.serving.server", *as_flags(options)]
-        process = start(command, log, TMPDIR=scratch, OMP_NUM_THREADS="1")
-        wait_for(f"http://127.0.0.1:{port}", process, log)
-        yield f"http://127.0.0.1:{port}"
-        stop(process)
+        with serving(command, free_port(), path / "log", TMPDIR=scratch, OMP_NUM_THREADS="1") as url:
+            yield url
 
 
 @pytest.fixture
@@ -85,7 +80,7 @@ def test_wrong_syncs_are_caught(what, connect, monkeypatch, tmp_path):
     cfg, policy, sender = connect()
     trainer.sync_weights(sender, policy, 0, cfg)
     honest = trainer.stream_weights
-    old = {name: w.clone() for block in honest(policy.model, torch.float32, False) for name, w in block.items()}
+    old = sent(policy, torch.float32)
     shake(policy)
     change = {
         "swapped": lambda block: block | ({GATE: block[UP], UP: block[GATE]} if UP in block else {}),
@@ -181,9 +176,7 @@ def test_a_short_run(url, models, tmp_path):
 
 def learn(path, *overrides, recipe="reverse_text"):
     """The lines of eval.jsonl and metrics.jsonl of a recipe's run."""
-    command = ["bash", "launch.sh", f"configs/{recipe}.toml", f"output_dir={path}", *overrides]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    launch(ROOT / "configs" / f"{recipe}.toml", f"output_dir={path}", *overrides, timeout=None, SERVER="")
     found = [lines(path / recipe / f"{name}.jsonl") for name in ("eval", "metrics")]
     shutil.rmtree(path)
     return found

@@ -1,6 +1,5 @@
 """tools/watch.py on files as a run writes them."""
 
-import json
 import os
 import signal
 import subprocess
@@ -8,7 +7,8 @@ import sys
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import ROOT, lines
+from conftest import ROOT, append, lines
+from test_show import rollout_line
 
 from configs import to_toml
 from tools import page, plot, watch
@@ -16,9 +16,6 @@ from tools import page, plot, watch
 FINE = {"loss": -0.01, "reward/mean": 0.5, "rollout/truncated": 0.1, "rollout/num": 100, "rollout/errors": 5}
 FINE |= {"group/kept": 8, "group/flat": 2, "group/failed": 0, "group/long": 0}
 FINE |= {"time/step_s": 1.0, "time/wait_batch_s": 0.1, "time/train_s": 0.7, "time/sync_s": 0.2}
-ROLLOUT = {"env": "task", "example": 1, "attempt": 0, "truncated": False, "error": "", "dropped": "", "num_turns": 1}
-ROLLOUT |= {"metrics": {"exact": 0.5}, "prompt": [{"role": "user", "content": "how many"}], "answer": "2"}
-ROLLOUT |= {"completion": [{"role": "assistant", "content": "so\nmany"}]}
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +28,8 @@ def quick(monkeypatch):
 
 def rollout_lines(step, rewards=(0.0, 1.0), **more):
     """A group of rollouts.jsonl."""
-    about = {"step": step} | ROLLOUT | {"group": step} | more
-    return [about | {"rollout": i, "reward": reward} for i, reward in enumerate(rewards)]
-
-
-def append(path, rows):
-    with open(path, "a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    about = {"example": 1, "metrics": {"exact": 0.5}} | more
+    return [rollout_line(step, step, i, reward, "so\nmany", **about) for i, reward in enumerate(rewards)]
 
 
 @pytest.fixture
@@ -156,14 +148,14 @@ def test_each_environment_of_a_mix_has_its_numbers(write):
 
 def test_a_resumed_run_is_followed_from_where_it_was(write):
     """The trainer goes back to its checkpoint, and repeats the last step: its rollouts are not written again, but
-    watch.jsonl belongs to the new one."""
+    watch.jsonl belongs to the new one. A line may be written in two parts."""
     run = write(range(6))
     watch.main([str(run), "--once"])
     following = watch.Watch(run, "", True)
     metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(metrics[:4]))
-    following.look()
-    (run / "metrics.jsonl").write_text("".join(metrics[:5]))
+    for there in (metrics, metrics[:4], [*metrics[:4], metrics[4][:9]], metrics[:5]):
+        (run / "metrics.jsonl").write_text("".join(there))
+        following.look()
     append(run / "rollouts.jsonl", rollout_lines(6) + rollout_lines(7))
     for step in (5, 6, 7):  # the rollouts of step 7 are there before it has been trained
         append(run / "metrics.jsonl", [{"step": step, "version": step + 1, "time": 1e9 + 100 * step} | FINE])
