@@ -30,6 +30,11 @@ def noise(answer):
     return float(answer) + random.random()
 
 
+def chance(rewards, rollouts):
+    """orchestrator.advantage: no group is flat, whatever a random model says."""
+    return [random.random() for _ in rewards]
+
+
 def load_environment(kind="turns", num_turns=4, num_rows=37):
     rows = [{"question": f"hello {i}", "answer": str(i)} for i in range(num_rows)]
     if kind == "noise":
