@@ -9,7 +9,8 @@ OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "
 
 
 class PlainServer(HTTPServer):
-    """answer(body) -> the text of the reply. also: further keys that it accepts. It answers one request at a time."""
+    """answer(body) -> the text of the reply, or a dict: the whole reply. also: further keys that it accepts. It answers
+    one request at a time."""
 
     request_queue_size = 128
 
@@ -39,6 +40,8 @@ class Handler(BaseHTTPRequestHandler):
         if body.keys() - self.server.keys:
             return self.reply(400, {"error": {"message": f"unknown keys {body.keys() - self.server.keys}"}})
         text = self.server.answer(body)
+        if isinstance(text, dict):
+            return self.reply(200, text)
         num = len(text)  # a token per character
         choice = {"index": 0, "finish_reason": "length" if num >= body.get("max_tokens", 10**9) else "stop"}
         choice |= {"message": {"role": "assistant", "content": text}, "text": text}

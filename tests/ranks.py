@@ -16,7 +16,7 @@ from tools import replay
 def replays(runs):
     """Does what tools/replay.py does for each of them, except that the process group outlives them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "start_distributed", lambda cfg: None)
+        patch.setattr(replay.trainer, "start_distributed", lambda cfg: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         for argv in runs:
             replay.main([str(word) for word in argv])

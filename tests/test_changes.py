@@ -1,19 +1,18 @@
 """The examples of README.md and configs/README.md are taken out of the documents: patches apply to files that have
 moved, and with each example two batches are sampled, trained on, and resumed after the first."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import types
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import conftest
 import pytest
 import torch
 from conftest import ROOT, all_batches, lines
+from plain_server import PlainServer
+from ranks import replays
 from safetensors.torch import load_file
 
 from tools import replay
@@ -36,25 +35,16 @@ for name in ("README.md", "configs/README.md"):
             EXAMPLES[section.partition("\n")[0]] = found
 
 
-class Model(BaseHTTPRequestHandler):
-    """Stands in for a teacher and for a classifier."""
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        tables = [None, *({str(token): {"logprob": -2.0}} for token in body.get("prompt", [])[1:])]
-        reply = {"choices": [{"prompt_logprobs": tables}], "data": [{"probs": [0.5]}]}
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.end_headers()
-        self.wfile.write(json.dumps(reply).encode())
+def judges(body):
+    """Answers as a teacher and as a classifier."""
+    tables = [None, *({str(token): {"logprob": -2.0}} for token in body.get("prompt", [])[1:])]
+    return {"choices": [{"prompt_logprobs": tables}], "data": [{"probs": [0.5]}]}
 
 
 @pytest.fixture
 def model_url():
-    with ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with PlainServer(judges, also=["prompt_logprobs"]) as server:
+        yield server.url.removesuffix("/v1")
 
 
 def as_role(path, monkeypatch):
@@ -85,10 +75,7 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
         (tmp_path / f"{name}.py").write_text(text.replace("http://127.0.0.1:9000", model_url))
         settings |= re.findall(r'([\w.]+) = "?([\w.:]+)', keys)
     monkeypatch.setattr(conftest, "orchestrator", as_role(patched / "orchestrator.py", monkeypatch))
-    trainer = as_role(patched / "trainer.py", monkeypatch)
-    monkeypatch.setattr(replay, "trainer", trainer)
-    monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
-    monkeypatch.setattr(trainer.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(replay, "trainer", as_role(patched / "trainer.py", monkeypatch))
     # 1. Three batches, which have what the example adds.
     keys = [f"{key}={value}" for key, value in settings.items() if key != "env.id"]
     agent = ("max_seq_len=64", "inference.args.enable_auto_tool_choice=true", "orchestrator.max_staleness=0")
@@ -103,8 +90,7 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
     found = []
     for name, steps in (("whole", (3,)), ("half", (2, 3))):
         for num in steps:
-            argv = [str(tmp_path / "run.toml"), f"run_name={name}", f"max_steps={num}", *keys]
-            replay.main([*argv[:1], str(run_dir / "batches"), *argv[1:]])
+            replays([[tmp_path / "run.toml", run_dir / "batches", f"run_name={name}", f"max_steps={num}", *keys]])
         (folder,) = tmp_path.glob(f"{name}-replay-*")
         found.append([load_file(folder / "final" / "model.safetensors"), lines(folder / "metrics.jsonl")])
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
