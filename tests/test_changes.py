@@ -18,11 +18,8 @@ from safetensors.torch import load_file
 from tools import replay
 
 BASE = """
-import itertools, random
+import itertools
 from env import Rubric, SingleTurnEnv
-
-def chance(rewards, rollouts):
-    return [random.random() for _ in rewards]
 
 def load_environment():
     solved = itertools.cycle((1.0, 0.0, 0.0, 0.0))
@@ -58,7 +55,7 @@ def as_role(path, monkeypatch):
 @pytest.mark.parametrize("title", EXAMPLES)
 def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
     (tmp_path / "base.py").write_text(BASE)
-    settings = {"env.id": "base", "orchestrator.advantage": "base:chance"}  # a random model never gets most rewards
+    settings = {"env.id": "base", "orchestrator.advantage": "think_env:chance"}
     patched = tmp_path / "patched"
     patched.mkdir()
     for name in ("trainer.py", "orchestrator.py"):
