@@ -168,6 +168,8 @@ def test_rows_are_a_function_of_the_slot(make_cfg):
     one = picked(0, *slots)
     assert sorted(one[:7]) == list(range(7)) == sorted(one[7:]) and one[:7] != one[7:]
     assert picked(0, *reversed(slots)) == one[::-1] and picked(1, *slots) != one
+    for varied in ([(9, i, 1) for i in range(9)], [(i, 9, 1) for i in range(9)], [(9, 9, 1 + i) for i in range(9)]):
+        assert len(set(picked(0, *varied))) > 2  # a dropped group's replacement: not one row for all
     again = [(step, slot, attempt) for step in range(9) for slot in range(9) for attempt in (1, 2)]
     assert set(Counter(picked(0, *again))) == set(range(7)) and picked(0, *again) == picked(0, *again)
 
