@@ -1,5 +1,5 @@
 """Use a calculator: the model writes <calc>415 + 489</calc>, reads the result as the next message, and says
-<answer>904</answer>. The questions of each split have wordings of their own (calculator.txt)."""
+<answer>904</answer>. Evaluations have wordings (calculator.txt), names and things of their own."""
 
 import random
 import re
@@ -13,6 +13,12 @@ WITH_TOOL = (
     "You have a calculator. Write <calc>12 + 34</calc> to use it. Then read its result and write <answer>46</answer>."
 )
 ALONE = "Calculate, and write <answer>46</answer>."
+NAMES = {"train": ["Ann", "Tom", "Sue", "Max", "Lily", "Paul"], "dev": ["Eva", "Leo"], "test": ["Ben", "Mia"]}
+THINGS = {
+    "train": ["apples", "books", "pens", "coins", "cards", "balls", "eggs", "shells"],
+    "dev": ["stamps", "cups"],
+    "test": ["keys", "toys"],
+}
 
 
 def value(call: str | None) -> int | None:
@@ -64,7 +70,8 @@ def make_rows(split: str, num: int, with_tool: bool, head: Messages = ()) -> lis
         answer = str(value(call))
         texts = [f"<calc>{call}</calc>", answer] * with_tool + [f"<answer>{answer}</answer>"]
         solution = [{"role": role, "content": text} for role, text in zip(["assistant", "user"] * 2, texts)]
-        prompt = [*head, {"role": "user", "content": question.format(a=a, b=b)}]
+        question = question.format(a=a, b=b, name=draw.choice(NAMES[split]), things=draw.choice(THINGS[split]))
+        prompt = [*head, {"role": "user", "content": question}]
         rows.append({"prompt": prompt, "answer": answer, "solution": solution})
     return rows
 
