@@ -26,7 +26,9 @@ def quick(completion, answer, turn):
 
 
 def load_environment(most=30, max_turns=6):
-    question = f"Guess my number, 1 to {most}, e.g. <guess>15</guess>"
-    rows = [{"question": question, "answer": str(number)} for number in range(1, most + 1)]
+    question = f"Guess my number, 1 to {most}."
+    game = [question, "<guess>15</guess>", "Higher.", "<guess>23</guess>", "Lower.", "<guess>19</guess>", question]
+    prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(game)]
+    rows = [{"prompt": prompt, "answer": str(number)} for number in range(1, most + 1)]
     rubric = Rubric([found, quick, parser.get_format_reward_func()], [0.6, 0.2, 0.2])
     return HigherLower(rows, max_turns, eval_dataset=rows, rubric=rubric)
