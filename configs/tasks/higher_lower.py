@@ -1,24 +1,25 @@
 """Find a number: after each guess the model reads whether it is higher or lower."""
 
-from configs.environments.parsers import XMLParser
+import re
+
 from env import MultiTurnEnv, Rubric
 
-parser = XMLParser(["guess"], answer_field="guess")
+
+def guess(messages):
+    """The first number in the last message; 0 if there is none."""
+    return int((re.findall(r"\d+", messages[-1]["content"]) or ["0"])[0])
 
 
 class HigherLower(MultiTurnEnv):
     def is_completed(self, messages, state):
-        return parser.parse_answer(messages[-1:]) == state["answer"]
+        return guess(messages) == state["answer"]
 
     def env_response(self, messages, state):
-        guess = parser.parse_answer(messages[-1:])
-        if not (guess and guess.isdecimal()):
-            return [{"role": "user", "content": "Write a number: <guess>15</guess>"}]
-        return [{"role": "user", "content": "Lower." if int(guess) > int(state["answer"]) else "Higher."}]
+        return [{"role": "user", "content": "Lower." if guess(messages) > state["answer"] else "Higher."}]
 
 
 def found(completion, answer):
-    return parser.parse_answer(completion) == answer
+    return float(guess(completion) == answer)
 
 
 def quick(completion, answer, turn):
@@ -26,9 +27,6 @@ def quick(completion, answer, turn):
 
 
 def load_environment(most=30, max_turns=6):
-    question = f"Guess my number, 1 to {most}."
-    game = [question, "<guess>15</guess>", "Higher.", "<guess>23</guess>", "Lower.", "<guess>19</guess>", question]
-    prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(game)]
-    rows = [{"prompt": prompt, "answer": str(number)} for number in range(1, most + 1)]
-    rubric = Rubric([found, quick, parser.get_format_reward_func()], [0.6, 0.2, 0.2])
-    return HigherLower(rows, max_turns, eval_dataset=rows, rubric=rubric)
+    question = f"Guess my number from 1 to {most}. Answer with one number."
+    rows = [{"question": question, "answer": number} for number in range(1, most + 1)]
+    return HigherLower(rows, max_turns, eval_dataset=rows, rubric=Rubric([found, quick], [0.8, 0.2]))
