@@ -13,8 +13,14 @@ WITH_TOOL = (
     "You have a calculator. Write <calc>12 + 34</calc> to use it. Then read its result and write <answer>46</answer>."
 )
 ALONE = "Calculate, and write <answer>46</answer>."
-NAMES = {"train": ["Ann", "Tom", "Sue", "Max", "Lily", "Paul"], "dev": ["Eva", "Leo"], "test": ["Ben", "Mia"]}
+NAMES = {
+    "example": ["Max"],
+    "train": ["Ann", "Tom", "Sue", "Max", "Lily", "Paul"],
+    "dev": ["Eva", "Leo"],
+    "test": ["Ben", "Mia"],
+}
 THINGS = {
+    "example": ["cards"],
     "train": ["apples", "books", "pens", "coins", "cards", "balls", "eggs", "shells"],
     "dev": ["stamps", "cups"],
     "test": ["keys", "toys"],
@@ -79,7 +85,7 @@ def make_rows(split: str, num: int, with_tool: bool, head: Messages = ()) -> lis
 def load_environment(split="test", shots=3, tool=True, error=0) -> Calculator:
     """split: of the evaluation, dev or test. shots: examples in each prompt. tool=False: without a calculator."""
     head = []
-    for row in make_rows("train", shots, tool):
+    for row in make_rows("example", shots, tool):
         head += row["prompt"] + row["solution"]
     rubric = Rubric([correct, called, repeated], [0.8, 0.2, 0.0] if tool else [1.0, 0.0, 0.0])
     env = Calculator(
