@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from conftest import BASE, ROOT, launch, lines, sent, some, write_batches
+from peft import PeftModel
 from safetensors.torch import load_file
 from test_trainer import reference
 
@@ -164,8 +165,13 @@ def test_composite_checkpoints(family, lora, make_cfg, models, batch, tmp_path):
     blocks = trainer.stream_weights(policy.model, torch.float32, cfg.trainer.use_lora)
     checkpoints.write_final(tmp_path, policy.model, blocks, cfg)
     if lora == "true":  # vLLM finds an adapter's modules by the names of the checkpoint, and skips others silently
-        names = [name.split(".lora_")[0] for name in load_file(tmp_path / "final" / "adapter_model.safetensors")]
-        assert len(names) > 8 and {f"{name.removeprefix('base_model.model.')}.weight" for name in names} <= set(written)
+        names = [name.split(".lora_")[0] for name in sent(policy, torch.float32, only_lora=True)]
+        assert len(names) > 8 and {f"{name}.weight" for name in names} <= set(written)
+        for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+            found = PeftModel.from_pretrained(kind.from_pretrained(path, dtype=torch.float32), tmp_path / "final").eval()
+            logp_N = reference(found, batch)[0][batch.fields["mask"]].float()
+            micro = micro_of(batch)
+            torch.testing.assert_close(logp_N, policy(micro)[0][micro["at_N"].argsort()], atol=1e-5, rtol=1e-5)
     else:
         assert (tmp_path / "final" / "preprocessor_config.json").exists()  # vLLM loads none without it
         again = trainer.build_policy(make_cfg(model=tmp_path / "final"))

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from transformers.core_model_loading import revert_weight_conversion
 
 from configs.runtime.directory import cut_lines
 from configs.runtime.role import heartbeat, say
@@ -81,6 +82,11 @@ def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
     if dist.get_rank() > 0:
         return
     if cfg.trainer.use_lora:
+        # In a composite checkpoint modules have other names than in the class that was trained: PEFT loads it on either.
+        for name, _ in model.named_parameters():
+            if name.endswith((".lora_A", ".lora_B")):
+                (saved,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0)})
+                tensors[f"{name}.weight"] = tensors[saved].clone()
         adapters.write(final, tensors, cfg.run.model, cfg.trainer._asdict())
     else:
         final.mkdir(exist_ok=True)
