@@ -1,14 +1,16 @@
 """tools/compare.py: studies that are killed and go on, runs that end early, numbers of runs, what may be claimed."""
 
 import glob
+import itertools
 import multiprocessing
 import os
 import shlex
 import signal
 import sys
 
+import numpy as np
 import pytest
-from conftest import BASE, having, lines, wait_until
+from conftest import BASE, append, having, lines, wait_until
 
 from configs.runtime.role import ConfigError
 from tools import compare
@@ -109,6 +111,23 @@ def test_runs_that_exist_already(study, tmp_path):
     (tmp_path / "out" / "low-seed0" / "rows.json").write_text('{"e.dataset": "1", "e.eval_dataset": "2"}')
     compare.main(argv)
     assert "evaluated on different rows" in (text := (out / "compare.md").read_text()) and "a and b" not in text
+
+
+def test_arms_are_compared_on_the_rows_that_all_have_scored(tmp_path):
+    """lm-evaluation-harness #3421: two of four rows are too long for one arm, and wrong in the other."""
+    for arm, seed in itertools.product(("short", "whole"), range(3)):
+        rows = [1.0, 0.0, 1.0, seed / 10] if arm == "whole" else [1.0, None, 1.0, None]
+        run = tmp_path / f"{arm}{seed}"
+        run.mkdir()
+        (run / "config.toml").write_text(f"seed = {seed}\nmax_steps = 0\nenv = [{{}}]")
+        (run / "done").touch()
+        about = {"step": 0, "env": "e", "reward/mean": np.mean([row for row in rows if row is not None])}
+        append(run / "eval.jsonl", [about | {"rows": rows, "errors": rows.count(None)}])
+    runs = [f"{arm}={glob.escape(str(tmp_path))}/{arm}?" for arm in ("short", "whole")]
+    compare.main(["--runs", *runs, "--out", f"{tmp_path}/out"])
+    text = (tmp_path / "out" / "compare.md").read_text()
+    assert "| whole | 3 | 1.000 |" in text and "short and whole: no difference can be claimed (0.000; 3 seeds" in text
+    assert "short, seed 0: its last evaluation lost 2 rollouts. No run's lost row counts." in text
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

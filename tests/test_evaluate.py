@@ -9,6 +9,7 @@ from plain_server import PlainServer
 
 from configs.models import toy
 from configs.runtime.role import DataError
+from orchestrator import Rollout
 from tools import evaluate
 
 # Answers to a question are right if they have more than three letters.
@@ -99,6 +100,17 @@ def test_pass_at_k_by_hand():
     assert evaluate.pass_at(2, [[1, 0, 0, 0]]) == [0.5]  # 3 of 6 pairs hold the success
     assert evaluate.pass_at(1, [[1, 0], [0, 0]]) == [0.5, 0.0]
     assert evaluate.pass_at(2, [[1, 1], [0, 0], [1]]) == [1.0, 0.0]  # the third has too few
+
+
+def test_a_report_is_over_the_same_examples_throughout(capsys):
+    """An example of which a rollout is lost has no pass@2, and is rarely like the others."""
+    groups = []
+    for rewards in ([1.0, 0.0], [1.0, None], [None, None]):
+        groups.append([Rollout("e", 0, 0, 0, i, reward=reward, truncated=True) for i, reward in enumerate(rewards)])
+    evaluate.print_report("e", groups, 2)
+    shown = capsys.readouterr().out
+    assert "pass@1 0.750" in shown and "pass@2" not in shown
+    assert "3 rollouts have no reward and count in reward/lost_as_0 alone: its prompt is too long" in shown
 
 
 # --- batches from data ------------------------------------------------------------------------------------------------

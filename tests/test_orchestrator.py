@@ -515,16 +515,20 @@ def test_an_environments_own_advantages_agents_and_fields_reach_the_file(run):
 
 
 def test_evaluations_by_hand():
+    """Means over rows of means over rollouts, all of them over those that have a reward."""
     groups = [
         [rollout(0.7 + 0.2 + 0.1, num_tokens=4), rollout(0.0, num_tokens=2, truncated=True)],
         [rollout(1.0, metrics={"exact": 0.4}), rollout(None, error="x")],
-        [rollout(None, error="x")],
+        [rollout(None, truncated=True)],  # too long a prompt
     ]
     groups[0][0].metrics = {"exact": 1.0}
     found = evaluation.eval_metrics(groups)
     expected = {"n": 2, "errors": 2, "pass@1": 0.25, "pass@k": 0.5, "reward/mean": 0.75, "reward/lost_as_0": 0.4}
     assert found.pop("rows") == pytest.approx([0.5, 1.0, None]) and found.pop("success") == "exact"
-    assert found == pytest.approx(expected | {"tokens": 2.0, "exact": 0.7, "truncated": 1 / 3})
+    assert found == pytest.approx(expected | {"tokens": 1.5, "exact": 0.7, "truncated": 0.25})
+    found = evaluation.batch_metrics(groups, [0])
+    expected = {"rollout/tokens": 2.0, "rollout/truncated": 1 / 3, "rollout/errors": 1, "rollout/num": 5}
+    assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
 def test_evaluations_are_asked_alike_at_every_version(run, tmp_path):

@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, half_width, run_with
+from tools.show import Lines, half_width, restrict, run_with
 
 STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#000000", "linestyle": "-", "marker": ""},
@@ -45,9 +45,10 @@ def values(metrics: list[dict], key: str) -> list[float]:
 def draw_evaluation(axis, run: Path, style: dict):
     """The mean reward of each environment, with its 95 % interval over the rows, and the share of successes."""
     evals = list(Lines(run / "eval.jsonl").new())
+    restrict(evals)
     for env, marker in zip(sorted({line["env"] for line in evals}), cycle("os^vD")):
         lines = [line for line in evals if line["env"] == env]
-        half = [half_width([reward for reward in line["rows"] if reward is not None]) or 0.0 for line in lines]
+        half = [half_width(line["rows"]) or 0.0 for line in lines]
         look = style | {"marker": marker, "capsize": 3, "label": f"{run.name}: {env}"}
         axis.errorbar(values(lines, "step"), values(lines, "reward/mean"), yerr=half, **look)
         axis.plot(values(lines, "step"), values(lines, "pass@1"), color=style["color"], linestyle=":", marker=marker)

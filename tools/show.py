@@ -49,6 +49,17 @@ def eval_statistics(rows: list[float | None], first: list[float | None] | None =
     return found
 
 
+def restrict(evals: list[dict]):
+    """Leaves of these evaluations (lines of eval.jsonl) the rows that all of them have scored, and the mean reward of
+    these: rows that are lost, or do not fit, are rarely like the others."""
+    for env in {line["env"] for line in evals}:
+        lines = [line for line in evals if line["env"] == env]
+        table = [scores for scores in zip(*(line["rows"] for line in lines)) if None not in scores]
+        for i, line in enumerate(lines):
+            line["rows"] = [scores[i] for scores in table]
+            line["reward/mean"] = float(np.mean(line["rows"])) if table else math.nan
+
+
 def with_interval(value: float, half: float | None) -> str:
     return f"{value:.3f}" if half is None else f"{value:.3f} +- {half:.3f}"
 

@@ -128,7 +128,7 @@ def percentiles(lines: list[dict]) -> dict[str, float]:
 
 def numbers_of(lines: list[dict]) -> dict[str, float]:
     """Of the rollouts of one environment, what metrics.jsonl has of the whole batch."""
-    sizes = [{"turns": line["num_turns"], "truncated": line["truncated"]} for line in lines if not line["error"]]
+    sizes = [{"turns": r["num_turns"], "truncated": r["truncated"]} for r in lines if r["reward"] is not None]
     rewards = [{"mean": line["reward"]} for line in lines if line["reward"] is not None]
     numbers = means([line["metrics"] for line in lines] + rewards, "reward/") | means(sizes, "rollout/")
     numbers |= {"rollout/num": len(lines), "rollout/errors": sum(bool(line["error"]) for line in lines)}
