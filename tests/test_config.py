@@ -3,7 +3,10 @@
 import json
 import re
 from contextlib import nullcontext
+from datetime import datetime
+from decimal import Decimal
 
+import numpy as np
 import pytest
 from conftest import BASE, ROOT
 
@@ -106,12 +109,18 @@ def test_a_directory_belongs_to_one_run(make_cfg, tmp_path):
 
 
 def test_a_run_has_the_rows_that_it_began_with(tmp_path):
-    """verl #7816, NeMo-RL #2519: other rows in the same file, and a gain between two evaluation sets."""
+    """verl #7816, NeMo-RL #2519: other rows in the same file, and a gain between two evaluation sets. Objects count,
+    too, but for their addresses."""
+    objects = [np.zeros(2000), np.float32(1), datetime(2026, 1, 1), Decimal(2), {3}, None]
     for start, text in ((0, "b"), (0, "c"), (3, "c"), (3, "b")):
-        env = SingleTurnEnv([{"question": "a", "info": {"x": {1}}}], [{"question": text}])
+        env = SingleTurnEnv([{"question": "a", "info": {"x": objects, "y": lambda: 0}}], [{"question": text}])
         other = pytest.raises(ConfigError, match="has begun with other rows")
         with other if (start, text) == (3, "b") else nullcontext():
             keep_rows(tmp_path, {"task": env}, start)
+    for i, new in enumerate((np.eye(1, 2000, 1000)[0], np.float32(2), datetime(2026, 1, 2), Decimal(3), {4})):
+        rows = [{"question": "a", "info": {"x": [*objects[:i], new, *objects[i + 1 :]], "y": lambda: 0}}]
+        with pytest.raises(ConfigError, match="has begun with other rows"):
+            keep_rows(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
 
 
 def test_logs_are_cut_where_a_run_goes_on(tmp_path):

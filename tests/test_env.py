@@ -9,6 +9,7 @@ import threading
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from conftest import ROOT
@@ -66,6 +67,32 @@ def test_rows_come_from_lists_files_and_datasets(tmp_path):
     path.write_bytes(path.read_bytes() + '{"question": "é"}'.encode("latin-1"))
     with pytest.raises(ConfigError, match="rows.jsonl, line 4, is not a JSON object in UTF-8"):
         load_rows(path)
+
+
+ROW = {"question": "a", "answer": "1"}
+
+
+@pytest.mark.parametrize("rows", [
+    ROW | {"answer": math.nan}, ROW | {"info": {"x": [np.float32("nan")]}}, ROW | {"answer": pd.NaT},
+    ROW | {"answer": pd.NA}, [["question", "a"]], "ab",
+])  # fmt: skip
+def test_a_row_that_only_looks_like_one_is_refused(rows, tmp_path):
+    """datasets #1784, #6891: dict() takes pairs for a row; and a missing answer would be the word "nan"."""
+    with pytest.raises(ConfigError, match="rows, line 2, is not a JSON object"):
+        load_rows([ROW, rows])
+    (tmp_path / "rows.json").write_text(json.dumps([ROW, ROW]))
+    with pytest.raises(ConfigError, match="rows.json, line 1, is not a JSON object in UTF-8: it is a list"):
+        load_rows(tmp_path / "rows.json")
+    with pytest.raises(ConfigError, match="rows, line 1, .* it is a str"):
+        load_rows(pd.DataFrame([ROW]))
+
+
+def test_rows_hold_what_numpy_and_arrow_put_into_them():
+    prompt = [{"role": "user", "content": "a"}]
+    task = SingleTurnEnv([{"prompt": np.array(prompt), "question": None, "answer": None}], system_prompt="be brief")
+    state = task.start(task.dataset[0])
+    assert state["prompt"][1:] == prompt and state["answer"] == ""
+    assert SingleTurnEnv([ROW | {"answer": np.int64(0)}]).start(ROW | {"answer": np.int64(0)})["answer"] == 0
 
 
 def test_functions_get_what_they_name_in_threads():
