@@ -202,6 +202,23 @@ def test_bad_rewards_lose_their_rollouts_and_never_become_zero(run):
         assert all(s["reward"] for s in sequences)
 
 
+def test_a_metric_may_be_missing(run):
+    """TRL #4501: nan is no JSON, and one of them made a mean nan for good."""
+
+    class Sometimes(Rubric):
+        async def score(self, state):
+            reward, metrics = await super().score(state)
+            state["info"]["x"] = math.inf
+            return reward, metrics | {"never": None, "sure": np.float32(0.5) if reward % 1 > 0.5 else math.nan}
+
+    run_dir = run(1, SingleTurnEnv(rows(37), eval_dataset=rows(8), rubric=Sometimes([noise])), "eval.every=1")
+    text = "".join(path.read_text() for path in run_dir.glob("*.jsonl"))
+    assert not any(word in text for word in ("NaN", "Infinity", "never")) and '"x": null' in text
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    assert {r["metrics"].get("sure", r["reward"] % 1 <= 0.5) for r in rollouts} == {0.5, True}
+    assert lines(run_dir / "eval.jsonl")[0]["sure"] == all_batches(run_dir)[0].info["metrics"]["reward/sure"] == 0.5
+
+
 def test_what_ends_a_run(run, mix):
     halves = itertools.cycle([None, 1.0, 2.0, 3.0])
     mix(slow=single(noise), fast=single(lambda: next(halves)))

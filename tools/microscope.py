@@ -34,7 +34,7 @@ import configs
 import orchestrator
 import trainer
 from configs.runtime import checkpoints
-from configs.runtime.directory import run_directory
+from configs.runtime.directory import run_directory, to_json
 from configs.runtime.machine import look_around
 from configs.runtime.role import ConfigError, run_role, say
 from env import load_environment
@@ -165,7 +165,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
             line = {"state": state, "arm": name, "reward": loop.run_until_complete(evaluate(cfg, envs, state + 1))}
             line |= {"entropy": numbers["policy/entropy"]} | moved(later, before_T, score(policy, later, base))
             with open(out / "states.jsonl", "a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(to_json(line) + "\n")
             for key in SHOWN:
                 found[name][key].append(line[key])
         optimizer = optimizer_at(policy, base.trainer, kept)

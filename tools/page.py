@@ -25,6 +25,7 @@ from string import Template
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from configs.runtime.directory import to_json
 from tools import plot, show
 
 FOLDER = Path(__file__).resolve().parent / "page"  # the template, the style and the script
@@ -36,7 +37,7 @@ KEPT = ("rollout", "reward", "metrics", "error", "truncated", "version", "num_tu
 
 def pack(value) -> str:
     """JSON, compressed, in base64, in which no text can end an element of the page."""
-    return base64.b64encode(gzip.compress(json.dumps(value).encode(), 6)).decode()
+    return base64.b64encode(gzip.compress(to_json(value).encode(), 6)).decode()
 
 
 # --- what a group becomes ---------------------------------------------------------------------------------------------

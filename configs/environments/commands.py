@@ -20,7 +20,6 @@ attacks on the kernel) there is no network, and nothing but the system's program
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -36,6 +35,7 @@ from aiohttp import web
 
 from configs.environments import endpoint, sandbox
 from configs.environments.sandbox import NEW_ROOT, SAME_USER
+from configs.runtime.directory import to_json
 from configs.runtime.role import ConfigError
 
 PLAIN = f"{SAME_USER} unshare --user --map-current-user --pid --fork --kill-child"
@@ -240,7 +240,7 @@ def environment(state: dict, base_url: str, home: str) -> dict[str, str]:
     env |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": "none"}
     env |= dict.fromkeys(["NO_PROXY", "no_proxy"], "127.0.0.1,localhost")  # else a proxy is asked for the endpoint
     env |= {"HOME": home, "TMPDIR": home}
-    task = json.dumps({key: x for key, x in state["row"].items() if key != "answer"}, default=str)
+    task = to_json({key: x for key, x in state["row"].items() if key != "answer"})
     if len(task) < LONGEST_TASK:
         env["TASK"] = task
     return env
