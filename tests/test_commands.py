@@ -184,6 +184,9 @@ def test_what_the_model_sees(box):
     said = box.run("print(1)\n1 / 0")
     assert said.startswith("1\nTraceback") and said.endswith("\nZeroDivisionError: division by zero")
     assert box.run("print(1, flush=True)\nwhile 1: pass", 1) == "1\n[stopped after 1 s]"
+    for code in ("", "# \u00e4" * 10**6):  # NeMo-Gym #2804: an argument ends at 128 KiB
+        said = box.run(f"import sys\nprint([sys.stdin.read()], __name__)\ninput(){code}", 60)
+        assert said.startswith("[''] __main__\n") and said.endswith("EOFError: EOF when reading a line")
     said = box.run("print('x' * 10**5)\n1 / 0")
     assert said.startswith("xxx") and "[cut: 100001 bytes printed]" in said and "division" in said
 

@@ -117,6 +117,10 @@ class Sandbox:
             stack.enter_context(self.slots)
             out = stack.enter_context(tempfile.TemporaryFile())  # not a pipe, which the code could keep open
             err = stack.enter_context(tempfile.TemporaryFile())
+            given = stack.enter_context(tempfile.TemporaryFile())
+            if len(code) > 30_000:  # characters of up to 4 bytes: Linux allows 128 KiB for an argument
+                os.pwrite(given.fileno(), code.encode(errors="surrogatepass"), 0)
+                code = "exec(__import__('sys').stdin.read())"
             place = "/"
             if not self.script:
                 folder = tempfile.TemporaryDirectory(prefix="python_tool_", ignore_cleanup_errors=True)
@@ -126,7 +130,7 @@ class Sandbox:
                         os.chown(place, 65534, 65534)
             began = time.monotonic()
             env = {"PATH": PATH, "HOME": place, "LANG": "C.UTF-8"}
-            options = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "start_new_session": True}
+            options = {"stdin": given, "stdout": out, "stderr": err, "start_new_session": True}
             process = subprocess.Popen(self.command(code, timeout_s), cwd=place, env=env, **options)
             try:
                 wait(process, timeout_s + 2)  # `timeout` has ended it by then, unless the code stopped `timeout`
