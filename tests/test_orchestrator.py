@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -441,6 +442,11 @@ def test_a_base_models_prompt_is_its_text(run):
     ((_, sequences),) = all_batches(run(1, single(noise), template=plain))
     prompts = {toy.make_tokenizer().decode(s["tokens"][: s["mask"].argmax()].tolist()) for s in sequences}
     assert prompts <= {row["question"] for row in rows(37)}
+    for bos, text in (("<|end|>", "a"), ("<|end|>", "<|end|>a"), (None, "<|end|>a")):  # not twice
+        run.tokenizer.bos_token = bos
+        ask = [{"role": "user", "content": text}]
+        said = run.tokenizer.apply_chat_template(ask, chat_template=Path(plain).read_text(), tokenize=False)
+        assert said == "<|end|>a"
 
 
 def test_long_prompts_and_truncation(run):
