@@ -147,6 +147,20 @@ def test_groups_are_of_one_example_of_one_environment(tmp_path, toml):
     assert found == [("a", 0, said, 0.5), ("a", 0, "", 0), ("b", 1, said, -1), ("b", 1, said, 1)]
 
 
+def test_files_of_two_generations_share_no_group(tmp_path, toml):
+    """slime #2062: they number their examples from 0 each. Of the first, a rollout is lost."""
+    rows = []
+    for asked, rewards in (("b", [None, 1.0, 0.0]), ("c", [5.0, 1.0, 3.0, 3.0])):
+        for i, reward in enumerate(rewards):
+            about = {"env": "a", "step": 0, "example": 0, "group": 0, "attempt": 0, "rollout": i, "reward": reward}
+            rows.append(about | {"prompt": [{"role": "user", "content": asked}], "completion": say("a")})
+    append(tmp_path / "data.jsonl", rows)
+    evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])
+    (batch,) = all_batches(tmp_path / "run-offline")
+    found = [(s["group"], s["adv"].tolist()[-1]) for s in batch.sequences]
+    assert found == [(0, 0.5), (0, -0.5), (1, 2), (1, -2), (1, 0), (1, 0)]
+
+
 def test_the_best_are_imitated(tmp_path, toml):
     """A conversation, of which the answer in the prompt is not the policy's."""
     talk = {"prompt": ASK + say("one") + ASK, "completion": say("two") + ASK + say("six"), "reward": 1.0}
