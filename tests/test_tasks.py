@@ -1,5 +1,6 @@
 """configs/tasks/ and the toys of configs/models/: rows, rewards and tools with a scripted policy; the warm-up."""
 
+import asyncio
 import importlib
 import os
 import re
@@ -119,16 +120,22 @@ def test_lune():
 
 
 ANSWERS = [  # the text, the answer, whether it is right
-    ("so 12*7+5 = 89.", "89", 1), ("it is -5", "-5", 1), ("12-7", "7", 1), ("12 - 7", "-7", 0), ("8 9", "89", 0),
+    ("so 12*7+5 = 89.", "89", 1), ("it is -5", "-5", 1), ("12-7", "5", 1), ("12 - 7", "-7", 0), ("8 9", "89", 0),
     (r"\boxed{89} of 3", "89", 1), (r"\boxed{3} then \boxed{ 1,089 }", "1089", 1), (r"\boxed{} 89", "89", 0),
     ("1,089.0", "1089", 1), ("", "0", 0), ("none", "1", 0), (r"\boxed{x^{2}}", "x^{2}", 1), ("9" * 5000, "1", 0),
     ("x = \u22125", "-5", 1), ("1/2", "2", 0), ("so 1/2.", "1/2", 1), ("1e5", "5", 0), ("10^3", "3", 0), ("89", 89, 1),
+    (r"\boxed{42\%}", "42", 1), (r"\boxed{\text{42}}", "42", 1), (r"\boxed{42 \text{ cm}}", "42", 1),
+    (r"\boxed{x=42}", "42", 1), (r"\boxed{1\,234}", "1234", 1), (r"\boxed{\frac{1}{2}}", "0.5", 1),
+    ("2**10", "10", 0), ("10!", "10", 0), (r"\frac{1}{2}", "2", 0), (r"$\frac{1}{2}$", "1/2", 1), ("3.0", "3", 1),
 ]  # fmt: skip
 
 
 def test_math_python(tmp_path):
     for text, answer, is_right in ANSWERS:
         assert math_python.correct([{"role": "assistant", "content": text}], answer) == is_right, text
+    huge = {"role": "assistant", "content": r"\boxed{9^{9^{9^9}}}"}
+    task = load_environment("math_python", {"allow_unsandboxed_python": True})
+    assert asyncio.run(task.rubric.score({"completion": [huge], "answer": "1"}))[1] == {"correct": 0, "tool_calls": 0}
     for row in math_python.rows("train", 500):
         assert str(eval(row["question"][:-1])) == row["answer"]  # our own expression
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"question": "{i}+1?", "answer": {i + 1}}}\n' for i in range(9)))
