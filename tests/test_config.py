@@ -11,6 +11,9 @@ import pytest
 from conftest import BASE, ROOT
 
 import configs
+import launch
+import orchestrator
+import trainer
 from configs import load_config, to_toml
 from configs.runtime.directory import cut_lines, keep_rows, refuse_other
 from configs.runtime.role import ConfigError
@@ -92,6 +95,19 @@ def test_what_a_key_names(tmp_path, own_modules):
     assert configs.find("orders:Difficulty")  # a mere folder replaces nothing
     (tmp_path / "losses.py").write_text("def gspo(): return 2")
     assert configs.find("losses:gspo")() == 2  # a copy that was changed does
+
+
+def test_a_directory_that_is_not_a_runs_is_left_alone(tmp_path, models):
+    """A user's folder of experiments, whose names are those of a run's own files."""
+    files = "config.toml adapters/mine.safetensors tmp/notes.txt draft.tmp metrics.jsonl final/mine.txt".split()
+    for name in files:
+        (tmp_path / "foo" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "foo" / name).write_text(BASE.format(model=models["untied"]))
+    for role in (launch, orchestrator, trainer):
+        with pytest.raises(ConfigError, match="foo has files and is not a run's directory"):
+            role.main([f"{tmp_path}/foo/config.toml", f"output_dir={tmp_path}", "run_name=foo"])
+    found = {path: path.read_text() for path in tmp_path.glob("foo/**/*") if path.is_file()}
+    assert found == {tmp_path / "foo" / name: BASE.format(model=models["untied"]) for name in files}
 
 
 def test_a_directory_belongs_to_one_run(make_cfg, tmp_path):

