@@ -543,6 +543,8 @@ def test_replays(replay, tmp_path):
     assert not list(tmp_path.glob("test-*"))
     run_dir = replay(save(tmp_path / "saved", 3), "trainer.lr_scheduler_type=linear", "max_steps=9")
     assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    with pytest.raises(ConfigError, match="has 3 steps or batches: max_steps = 2 is less"):
+        replay(tmp_path / "saved", "trainer.lr_scheduler_type=linear", "max_steps=2")
     with pytest.raises(ConfigError, match="# batches was .*saved, now .*moved"):
         replay((tmp_path / "saved").rename(tmp_path / "moved"), "trainer.lr_scheduler_type=linear", "max_steps=9")
 
