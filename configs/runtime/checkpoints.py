@@ -48,6 +48,7 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
     dcp.save(state_of(policy, optimizer), storage_writer=dcp.FileSystemWriter(tmp, single_file_per_rank=False))
     if dist.get_rank() > 0:
         return
+    shutil.rmtree(path, ignore_errors=True)  # one that resume has passed over
     os.rename(tmp, path)
     for old in sorted(path.parent.glob("step_??????"))[: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
@@ -55,7 +56,8 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
 
 def resume(run_dir: Path, policy, optimizer) -> int:
     """Loads the last checkpoint in place, if there is one, and returns its step. Collective."""
-    path = max((run_dir / "checkpoints").glob("step_??????"), default=None)
+    written = [file.parent for file in run_dir.glob("checkpoints/step_??????/.metadata") if file.stat().st_size]
+    path = max(written, default=None)  # after a power cut the newest may be empty
     step = 0
     if path:
         step = int(path.name.removeprefix("step_"))
