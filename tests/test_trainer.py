@@ -15,7 +15,7 @@ import torch
 from conftest import BASE, ROOT, lines, sent, write_batches
 from plain_server import PlainServer
 from ranks import replays
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -508,6 +508,20 @@ def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
         before, metrics = metrics, lines(run_dir / "metrics.jsonl")
         assert metrics[:last] == before[:last] and metrics[last]["time"] > before[last]["time"]
         assert [line["loss"] for line in metrics] == [line["loss"] for line in before]
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with(replay, models, tmp_path):
+    """miles #2733: an adapter on another revision of its base."""
+    model = shutil.copytree(models["untied"], tmp_path / "model")
+    saved = save(tmp_path / "saved", 2)
+    replay(saved, *LORA, "max_steps=1", model=model)
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.01
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="has begun with other files of .*model: choose"):
+        replay(saved, *LORA, model=model)
+    shutil.copytree(models["untied"], model, dirs_exist_ok=True)
+    assert len(lines(replay(saved, *LORA, model=model) / "metrics.jsonl")) == 2
 
 
 # --- the loop ---------------------------------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ def copy(parent: Path, start: int, version: int, run_dir: Path):
     for path in parent.glob("batches/*.safetensors"):
         if int(path.stem[-6:]) < version:
             shutil.copy(path, run_dir / "batches")
-    shutil.copy(parent / "rows.json", run_dir)
+    for name in ("rows.json", "model.json"):
+        shutil.copy(parent / name, run_dir)
     if start:
         name = f"checkpoints/step_{start:06d}"
         shutil.copytree(parent / name, run_dir / name)

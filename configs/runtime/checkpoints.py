@@ -1,5 +1,6 @@
 """What outlives the trainer's process: metrics, checkpoints, and final/."""
 
+import hashlib
 import json
 import math
 import os
@@ -16,8 +17,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.runtime.directory import cut_lines
-from configs.runtime.role import heartbeat, say
+from configs.runtime.directory import cut_lines, next_batch
+from configs.runtime.role import ConfigError, heartbeat, say
 from configs.serving import adapters
 
 
@@ -54,6 +55,20 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
         shutil.rmtree(old)
 
 
+def keep_model(run_dir: Path, name: str):
+    """Writes model.json, a fingerprint of each of the model's files. Raises ConfigError if a run that has begun had
+    other ones, as after a new revision: its adapters and batches are of those."""
+    new = {}
+    for path in sorted(Path(transformers.utils.cached_file(name, "config.json")).parent.iterdir()):
+        if path.suffix in (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"):
+            with open(path, "rb") as file:
+                new[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    path = run_dir / "model.json"
+    if next_batch(run_dir) and path.exists() and path.read_text() != json.dumps(new):
+        raise ConfigError(f"{run_dir} has begun with other files of {name}: choose another run_name, or remove {path}")
+    path.write_text(json.dumps(new))
+
+
 def resume(run_dir: Path, policy, optimizer) -> int:
     """Loads the last checkpoint in place, if there is one, and returns its step. Collective."""
     written = [file.parent for file in run_dir.glob("checkpoints/step_??????/.metadata") if file.stat().st_size]
@@ -69,6 +84,7 @@ def resume(run_dir: Path, policy, optimizer) -> int:
                 optimizer.state.pop(p, None)  # no gradient had reached it
         dcp.load(state_of(policy, optimizer), checkpoint_id=path)
     if dist.get_rank() == 0:
+        keep_model(run_dir, policy.model.config.name_or_path)
         cut_lines(run_dir / "metrics.jsonl", step)
     return step
 
