@@ -13,7 +13,7 @@ for word; do [[ $word != -h && $word != --help ]] || usage 0; done
 has() { command -v "$1" >/dev/null || fail "$1 is missing: install util-linux"; }
 has flock && has setpriv
 config=$(realpath -m -- "$1")
-cd "$(dirname "$0")" || exit 2
+CDPATH= cd -- "$(dirname -- "$0")" || exit 2
 
 # The interpreter: .venv, or an active environment that has what requirements-$KIND.txt pins.
 has_gpu() { nvidia-smi -L 2>/dev/null | grep '^GPU' || compgen -G '/dev/nvidia[0-9]*'; } >/dev/null

@@ -4,7 +4,7 @@
 # bash tests/run.sh --all      with learning runs, the whole kill matrix and all model families, one at a time: hours
 # Further words go to pytest: bash tests/run.sh -k trainer
 set -eu
-cd "$(dirname "$0")/.."
+CDPATH= cd -- "$(dirname -- "$0")/.."
 bash launch.sh --setup
 PY=.venv/bin/python
 [ -x "$PY" ] || PY=python3

@@ -6,13 +6,14 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import BASE, FAKE_SERVER, all_batches, lines, needs_namespaces, start, wait_until, write_run
+from conftest import BASE, FAKE_SERVER, ROOT, all_batches, lines, needs_namespaces, start, wait_until, write_run
 from safetensors.torch import load_file
 
 import launch as launcher
@@ -88,6 +89,20 @@ def test_what_the_machine_has(make_cfg, tmp_path, monkeypatch):
         assert found.gpus == expected and len(set(found.ports)) == 2 and found.has_model
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert machines.look_around(make_cfg(), [], "tmp").gpus == ["0", "1"]
+
+
+@pytest.mark.parametrize("script, word, said", [
+    ("launch.sh", "none.toml", "none.toml: "),
+    ("tests/run.sh", "--version", "pytest "),
+    ("tests/gpu/first_hour.sh", "--help", "--model-dir"),
+])  # fmt: skip
+def test_a_script_runs_its_own_clone(script, word, said, tmp_path):
+    """Not one of the same name in CDPATH, where cd looks first."""
+    (tmp_path / ROOT.name / script).parent.mkdir(parents=True)
+    env = os.environ | {"CDPATH": str(tmp_path)}
+    command = ["bash", f"{ROOT.name}/{script}", word]
+    done = subprocess.run(command, cwd=ROOT.parent, env=env, capture_output=True, text=True)
+    assert said in done.stdout + done.stderr
 
 
 def test_exit_codes_and_causes(tmp_path, capfd, monkeypatch):

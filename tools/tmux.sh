@@ -7,7 +7,7 @@ set -u
 command -v tmux >/dev/null || { echo "there is no tmux: install it" >&2; exit 2; }
 config=$(realpath -m -- "$1")
 shift
-cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
+CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 2
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 run_dir=$(PYTHONPATH=$PWD "$python" -c '
