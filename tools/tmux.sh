@@ -11,11 +11,11 @@ CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 2
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 run_dir=$(PYTHONPATH=$PWD "$python" -c '
-from configs import arguments
+from configs import load_config
 from configs.runtime.directory import run_directory
 from sys import argv
 try:
-    print(run_directory(arguments("", argv[1:])))
+    print(run_directory(load_config(argv[1], argv[2:])))
 except Exception as e:
     raise SystemExit(str(e))
 ' "$config" "$@") || exit 2
