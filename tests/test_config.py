@@ -74,7 +74,7 @@ def test_several_environments(tmp_path):
 
 def test_a_script_makes_no_other_model_than_its_own(make_cfg, tmp_path):
     hub = "Qwen/Qwen3-0.6B"
-    with pytest.raises(ConfigError, match=f"prepare: makes a directory, ./{hub}; {hub} is a name on the hub"):
+    with pytest.raises(ConfigError, match="key prepare: model must begin with . or /"):
         make_cfg("prepare=x.py", model=hub)
     assert make_cfg("prepare=x.py", model=f"./{hub}").run.prepare == "x.py"
     path = tmp_path / "test.toml"
@@ -86,7 +86,7 @@ def test_a_script_makes_no_other_model_than_its_own(make_cfg, tmp_path):
         smollm2.main([str(path)])
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match="model: an adapter; merge it"):
+    with pytest.raises(ConfigError, match="model: an adapter; peft"):
         load_config(path)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -58,21 +59,19 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
 def keep_model(run_dir: Path, name: str):
     """Writes model.json, a fingerprint of each of the model's files. Raises ConfigError if a run that has begun had
     other ones, as after a new revision: its adapters and batches are of those."""
-    new = {}
-    for path in sorted(Path(transformers.utils.cached_file(name, "config.json")).parent.iterdir()):
-        if path.suffix in (".safetensors", ".bin", ".json", ".jinja", ".model", ".txt"):
-            with open(path, "rb") as file:
-                new[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = Path(transformers.utils.cached_file(name, "config.json")).parent
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".json", ".jinja")]
+    new = json.dumps({file.name: hashlib.sha256(np.memmap(file, mode="r")).hexdigest() for file in files})
     path = run_dir / "model.json"
-    if next_batch(run_dir) and path.exists() and path.read_text() != json.dumps(new):
+    if next_batch(run_dir) and path.exists() and path.read_text() != new:
         raise ConfigError(f"{run_dir} has begun with other files of {name}: choose another run_name, or remove {path}")
-    path.write_text(json.dumps(new))
+    path.write_text(new)
 
 
 def resume(run_dir: Path, policy, optimizer) -> int:
     """Loads the last checkpoint in place, if there is one, and returns its step. Collective."""
-    written = [file.parent for file in run_dir.glob("checkpoints/step_??????/.metadata") if file.stat().st_size]
-    path = max(written, default=None)  # after a power cut the newest may be empty
+    # After a power cut the newest may be empty.
+    path = max((p.parent for p in run_dir.glob("checkpoints/step_??????/.metadata") if p.stat().st_size), default=None)
     step = 0
     if path:
         step = int(path.name.removeprefix("step_"))
