@@ -188,7 +188,10 @@ class Run:
 
 @pytest.fixture(scope="module")
 def undisturbed(models, tmp_path_factory):
-    run = Run(tmp_path_factory.mktemp("undisturbed"), models["untied"], "inference.gpus=2", "trainer.loss=faults:loss")
+    path = tmp_path_factory.mktemp("undisturbed")
+    (path / "watch.py").write_text("1 / 0")
+    more = ("inference.gpus=2", "trainer.loss=faults:loss")
+    run = Run(path, models["untied"], *more, WATCH=str(path / "watch.py"))
     run.end(0)
     return run
 
@@ -196,7 +199,9 @@ def undisturbed(models, tmp_path_factory):
 @pytest.mark.slow
 def test_an_undisturbed_run(undisturbed, models):
     """Strictly on-policy, by two servers. The same command has nothing to do; another seed would be another run."""
-    assert "[launch] done in" in undisturbed.log.read_text() and (undisturbed.dir / "done").read_text() == "4\n"
+    console = undisturbed.log.read_text()
+    assert "[launch] done in" in console and "[launch] warning: " in console and "watch.py has failed" in console
+    assert (undisturbed.dir / "done").read_text() == "4\n"
     metrics = lines(undisturbed.dir / "metrics.jsonl")
     assert [line["step"] for line in metrics] == list(range(STEPS))
     assert all(line["policy/kl_sampler"] < 1e-6 and line["sync/dlogp_max"] < 1e-4 for line in metrics)

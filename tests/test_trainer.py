@@ -423,7 +423,7 @@ def ranks(models, tmp_path_factory):
     runs = {"full": EPOCHS, "lora": slow, "poisoned": [lossy], "whole": dropout}
 
     def argv(name, more, ranks):
-        where = [path / "test.toml", saved, f"output_dir={path / str(ranks)}", f"run_name={name}"]
+        where = [path / "test.toml", saved, f"output_dir={path / str(ranks)}", f"run_name={name}", "env.name=Grüße"]
         return [*where, *often, *more]
 
     two = [argv(name, more, 2) for name, more in runs.items()]
@@ -431,7 +431,8 @@ def ranks(models, tmp_path_factory):
     (path / "runs.json").write_text(json.dumps(two, default=str))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     command += [ROOT / "tests" / "ranks.py", path / "runs.json"]
-    running = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    ascii = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # a locale without umlauts
+    running = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | ascii)
     replays([argv(name, runs[name], 1) for name in ("full", "lora", "poisoned")])
     assert running.wait(240) == 0
     return path, lambda name, num: next((path / str(num)).glob(f"{name}-replay-*"))
@@ -474,7 +475,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one(ranks):
     shutil.copytree(run_dir, path / "3" / run_dir.name)
     shutil.rmtree(path / "3" / run_dir.name / "checkpoints" / "step_000003")
     more = ["checkpoint.keep=1", "trainer.micro_batch_size=2", *EPOCHS]
-    argv = [path / "test.toml", path / "saved", f"output_dir={path / '3'}", "run_name=full", *more]
+    argv = [path / "test.toml", path / "saved", f"output_dir={path / '3'}", "run_name=full", "env.name=Grüße", *more]
     replays([argv])
     torch.testing.assert_close(final(path / "3" / run_dir.name), final(run_dir), atol=2e-5, rtol=1e-4)
     assert [old.name for old in (path / "3" / run_dir.name / "checkpoints").iterdir()] == ["step_000003"]

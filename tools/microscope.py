@@ -232,7 +232,7 @@ def main(argv: list[str]):
         text = summary(examine(run, cfg, arms, chosen, starts, out))
     finally:
         server.terminate()
-    (out / "microscope.md").write_text(text)
+    (out / "microscope.md").write_text(text, "utf-8")
     say(text)
 
 

@@ -147,10 +147,10 @@ def make_page(run: Path, most: float) -> str:
     words = show.load_tokenizer(run).batch_decode([[token] for token in ids]) if ids else []
     picture = io.BytesIO()
     plot.draw([run]).savefig(picture, dpi=110, format="png")
-    script = (FOLDER / "page.js").read_text()
-    return Template((FOLDER / "page.html").read_text()).substitute(
+    script = (FOLDER / "page.js").read_text("utf-8")
+    return Template((FOLDER / "page.html").read_text("utf-8")).substitute(
         name=html.escape(run.name),
-        style=(FOLDER / "page.css").read_text(),
+        style=(FOLDER / "page.css").read_text("utf-8"),
         script=script,
         digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         curves=base64.b64encode(picture.getvalue()).decode(),
@@ -165,7 +165,7 @@ def main(argv: list[str]):
     parser.add_argument("--mb", type=float, default=5, help="about the size of the page: 5")
     args = parser.parse_args(argv)
     out = args.out or args.run / "page.html"
-    out.write_text(make_page(args.run, args.mb * 1e6))
+    out.write_text(make_page(args.run, args.mb * 1e6), "utf-8")
     print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
 
 

@@ -35,7 +35,7 @@ def main(argv: list[str]):
     refuse_other(run_dir, text)
     if (run_dir / "checkpoints" / f"step_{len(paths):06d}").exists():
         raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")
-    (run_dir / "config.toml").write_text(text)
+    (run_dir / "config.toml").write_text(text, "utf-8")
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(cfg)
     optimizer = trainer.make_optimizer(policy, cfg.trainer)

@@ -115,5 +115,5 @@ def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
         model.config.save_pretrained(final)
     tokenizer = transformers.AutoTokenizer.from_pretrained(cfg.run.model)
     if cfg.run.chat_template:
-        tokenizer.chat_template = Path(cfg.run.chat_template).read_text()
+        tokenizer.chat_template = Path(cfg.run.chat_template).read_text("utf-8")
     tokenizer.save_pretrained(final)
