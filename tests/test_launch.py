@@ -31,12 +31,13 @@ from launch import plan
 def planned(tmp_path):
     """planned("inference.gpus=2", gpus=[...]) -> {name: role}."""
 
-    def make(*overrides, gpus=(), has_model=True):
+    def make(*overrides, gpus=(), has_model=True, **environ):
         (tmp_path / "some.toml").write_text(BASE.format(model="m"))
         cfg = load_config(tmp_path / "some.toml", overrides)
         num = 0 if cfg.inference.urls else cfg.inference.gpus // cfg.inference.args["tensor_parallel_size"]
         ports = [20001 + i for i in range(num)]
-        machine = Machine(list(gpus), 8, ports, "/tmp", has_model, {"ROLEMODEL_RUN_ID": "name"}, ["some.toml"])
+        environ |= {"ROLEMODEL_RUN_ID": "name"}
+        machine = Machine(list(gpus), 8, ports, "/tmp", has_model, environ, ["some.toml"])
         return {role.name: role for role in plan(cfg, machine)}
 
     return make
@@ -76,6 +77,15 @@ def test_a_shared_gpu_and_flags(planned):
     with pytest.raises(ConfigError, match="'max_model_len'.* set by launch.py"):
         planned("inference.args.max_model_len=9")
     assert list(planned("prepare=x.py"))[0] == "prepare" and list(planned(has_model=False))[0] == "download"
+
+
+def test_variables_that_are_for_others(planned):
+    """ms-swift #8413: a cluster's NNODES without MASTER_ADDR; vllm #22407: the key of a user's other server."""
+    roles = planned(NNODES="1")
+    assert "--standalone" in roles["trainer"].argv and roles["trainer"].env["GLOO_SOCKET_IFNAME"] == "lo"
+    assert roles["inference"].env["VLLM_API_KEY"] == ""
+    trainer = planned(NNODES="2", MASTER_ADDR="10.0.0.1")["trainer"]
+    assert {"2", "10.0.0.1:29500"} <= set(trainer.argv) and "GLOO_SOCKET_IFNAME" not in trainer.env
 
 
 def test_what_the_machine_has(make_cfg, tmp_path, monkeypatch):
@@ -147,7 +157,7 @@ class Run:
         for log in self.dir.glob("logs/*"):
             log.unlink()
         toml = write_run(path, model, STEPS, TASK)
-        env = {"SERVER": FAKE_SERVER, "WATCH": ""} | env
+        env = {"SERVER": FAKE_SERVER, "WATCH": "", "RANK": "0"} | env  # schedulers set the last
         self.process = start([*before, "bash", "launch.sh", str(toml), *HOW, *overrides], self.log, **env)
         self.known = {}  # {pid: process} of all that it has been seen to start
 

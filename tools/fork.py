@@ -92,7 +92,7 @@ def main(argv: list[str]):
     run_dir = Path(cfg.run.output_dir, cfg.run.run_name)
     making = run_dir.with_name(f".{run_dir.name}.fork")  # becomes run_dir when all is there
     version = int(step) + 1
-    if "RANK" in os.environ:
+    if trainer.dist.is_torchelastic_launched():
         return train(parent, parents, version, making, cfg)
     about = {"run": str(parent), "step": int(step)}
     if not run_dir.exists():

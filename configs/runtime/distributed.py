@@ -11,10 +11,11 @@ def start_distributed(cfg):
     """Joins torchrun's ranks, or is the only rank without it. Ranks wait for one another twice as long as run.watchdog
     waits for all of them, so that the watchdog fires first."""
     limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # Not by RANK alone, which schedulers set as well.
+    alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     has_gpu = torch.cuda.is_available()
     if has_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(0 if alone else int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if has_gpu else "gloo", timeout=limit, **alone)
 
 
