@@ -156,6 +156,8 @@ def test_a_run_has_the_rows_that_it_began_with(tmp_path):
         rows = [{"question": "a", "info": {"x": [*objects[:i], new, *objects[i + 1 :]], "y": lambda: 0}}]
         with pytest.raises(ConfigError, match="has begun with other rows"):
             keep_rows(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
+    with pytest.raises(ConfigError, match="env 'none' has no training rows"):
+        keep_rows(tmp_path, {"none": SingleTurnEnv([])}, 0)
 
 
 def test_logs_are_cut_where_a_run_goes_on(tmp_path):
