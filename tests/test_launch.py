@@ -99,6 +99,11 @@ def test_what_the_machine_has(make_cfg, tmp_path, monkeypatch):
         assert found.gpus == expected and len(set(found.ports)) == 2 and found.has_model
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert machines.look_around(make_cfg(), [], "tmp").gpus == ["0", "1"]
+    limits = tmp_path / "cpu.max"
+    assert machines.num_cpus(limits) == len(os.sched_getaffinity(0))
+    for quota, expected in (("max", len(os.sched_getaffinity(0))), ("150000", 1), ("50000", 1)):
+        limits.write_text(f"{quota} 100000\n")
+        assert machines.num_cpus(limits) == expected
 
 
 @pytest.mark.parametrize("script, word, said", [
