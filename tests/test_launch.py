@@ -126,6 +126,8 @@ def test_exit_codes_and_causes(tmp_path, capfd, monkeypatch):
     for error in (OSError(28, "full"), ValueError(), NumericsError()):
         roles.fail("trainer", error)
     assert codes == [6, 3, 5]
+    roles.fail("launch", NumericsError(f"{'a ' * 400}(log=/{'b' * 600}/trainer.log)"))
+    assert f" ... (log=/{'b' * 600}/trainer.log)" in capfd.readouterr().err
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "inference.log").write_text("=== earlier\nKeyError: old\n=== now\nKeyError: new\n")
     found = launcher.failure(tmp_path, "inference", "its engine died")
