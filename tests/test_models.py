@@ -168,7 +168,8 @@ def test_composite_checkpoints(family, lora, make_cfg, models, batch, tmp_path):
         names = [name.split(".lora_")[0] for name in sent(policy, torch.float32, only_lora=True)]
         assert len(names) > 8 and {f"{name}.weight" for name in names} <= set(written)
         for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
-            found = PeftModel.from_pretrained(kind.from_pretrained(path, dtype=torch.float32), tmp_path / "final").eval()
+            base = kind.from_pretrained(path, dtype=torch.float32)
+            found = PeftModel.from_pretrained(base, tmp_path / "final").eval()
             logp_N = reference(found, batch)[0][batch.fields["mask"]].float()
             micro = micro_of(batch)
             torch.testing.assert_close(logp_N, policy(micro)[0][micro["at_N"].argsort()], atol=1e-5, rtol=1e-5)

@@ -57,11 +57,11 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
 
 
 def keep_model(run_dir: Path, name: str):
-    """Writes model.json, a fingerprint of each of the model's files. Raises ConfigError if a run that has begun had
-    other ones, as after a new revision: its adapters and batches are of those."""
+    """Writes model.json, a fingerprint of the beginning of each of the model's files. Raises ConfigError if a run that
+    has begun had other ones, as after a new revision: its adapters and batches are of those."""
     folder = Path(transformers.utils.cached_file(name, "config.json")).parent
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".json", ".jinja")]
-    new = json.dumps({file.name: hashlib.sha256(np.memmap(file, mode="r")).hexdigest() for file in files})
+    new = json.dumps({file.name: hashlib.sha256(np.memmap(file, mode="r")[: 1 << 20]).hexdigest() for file in files})
     path = run_dir / "model.json"
     if next_batch(run_dir) and path.exists() and path.read_text() != new:
         raise ConfigError(f"{run_dir} has begun with other files of {name}: choose another run_name, or remove {path}")
@@ -99,7 +99,7 @@ def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
     if dist.get_rank() > 0:
         return
     if cfg.trainer.use_lora:
-        # In a composite checkpoint modules have other names than in the class that was trained: PEFT loads it on either.
+        # In a composite checkpoint modules have other names than in the class that was trained. PEFT takes either.
         for name, _ in model.named_parameters():
             if name.endswith((".lora_A", ".lora_B")):
                 (saved,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0)})
