@@ -17,12 +17,13 @@ from conftest import BASE, FAKE_SERVER, ROOT, all_batches, lines, needs_namespac
 from safetensors.torch import load_file
 
 import launch as launcher
-from configs import load_config
+from configs import load_config, to_toml
 from configs.runtime import machine as machines
 from configs.runtime import role as roles
 from configs.runtime.machine import Machine
 from configs.runtime.role import ConfigError, NumericsError
 from launch import plan
+from tools import fork
 
 # --- what it would start, on machines that are not here ---------------------------------------------------------------
 
@@ -323,6 +324,17 @@ def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
     run = Run(tmp_path, models["untied"], loss, "--from", f"{tmp_path}/other@2", "run_name=third")
     run.end(3)
     assert "had optim/lr = 0.001, and has 0.002 now" in run.text()
+
+
+def test_a_run_begins_after_a_step_that_was_taken(make_cfg, tmp_path):
+    """Batch 1 is there, but nobody has trained on it."""
+    text = to_toml(make_cfg("run_name=parent"))
+    (tmp_path / "parent" / "batches").mkdir(parents=True)
+    (tmp_path / "parent" / "config.toml").write_text(text)
+    for name in ("step_000000", "logp_000000", "step_000001"):
+        (tmp_path / "parent" / "batches" / f"{name}.safetensors").touch()
+    with pytest.raises(ConfigError, match="only after: 0$"):
+        fork.main([f"{tmp_path}/test.toml", "--from", f"{tmp_path}/parent@1", f"output_dir={tmp_path}"])
 
 
 @pytest.mark.slow

@@ -29,15 +29,15 @@ SHARED = "model env trainer.use_lora trainer.lora_rank trainer.lora_alpha traine
 
 
 def reachable(run: Path) -> dict[int, int]:
-    """{version: the newest checkpoint before it from which batches lead to it}; 0 is the model itself. A run that began
-    in another one has batches which that one's configuration trained on."""
+    """{version: the newest checkpoint before it from which steps that were taken lead to it}; 0 is the model itself. A
+    run that began in another one has batches which that one's configuration trained on."""
     mark = run / "parent.json"
     first = json.loads(mark.read_text())["step"] + 1 if mark.exists() else 0
     starts = {0, *(int(path.name[5:]) for path in run.glob("checkpoints/step_??????"))}
     found = {}
     for version in sorted(start for start in starts if start >= first):
         start = found[version] = version
-        while (run / "batches" / f"step_{version:06d}.safetensors").exists():
+        while all((run / "batches" / f"{part}_{version:06d}.safetensors").exists() for part in ("step", "logp")):
             version += 1
             found[version] = start
     return found
