@@ -326,15 +326,16 @@ def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
     assert "had optim/lr = 0.001, and has 0.002 now" in run.text()
 
 
-def test_a_run_begins_after_a_step_that_was_taken(make_cfg, tmp_path):
+def test_a_run_begins_after_a_step_that_was_taken_and_with_as_many_groups(make_cfg, tmp_path):
     """Batch 1 is there, but nobody has trained on it."""
     text = to_toml(make_cfg("run_name=parent"))
     (tmp_path / "parent" / "batches").mkdir(parents=True)
     (tmp_path / "parent" / "config.toml").write_text(text)
     for name in ("step_000000", "logp_000000", "step_000001"):
         (tmp_path / "parent" / "batches" / f"{name}.safetensors").touch()
-    with pytest.raises(ConfigError, match="only after: 0$"):
-        fork.main([f"{tmp_path}/test.toml", "--from", f"{tmp_path}/parent@1", f"output_dir={tmp_path}"])
+    for step, more, message in ((1, "seed=1", "only after: 0$"), (0, "orchestrator.batch_size=32", "= 16, not 32")):
+        with pytest.raises(ConfigError, match=message):
+            fork.main([f"{tmp_path}/test.toml", "--from", f"{tmp_path}/parent@{step}", f"output_dir={tmp_path}", more])
 
 
 @pytest.mark.slow

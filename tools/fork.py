@@ -24,8 +24,10 @@ from configs.runtime.role import ConfigError, RunError, run_role, say
 from launch import COMMON
 from tools.show import Lines
 
-# Weights fit the model that they are of, and batches and orders know rows by their numbers.
+# Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
+# times a batch's groups.
 SHARED = "model env trainer.use_lora trainer.lora_rank trainer.lora_alpha trainer.lora_target_modules".split()
+SHARED += ["orchestrator.batch_size", "orchestrator.rollouts_per_example"]
 
 
 def reachable(run: Path) -> dict[int, int]:
