@@ -140,7 +140,7 @@ def test_what_would_bias_an_answer_is_dropped_and_what_does_not_is_honored():
     assert [m["content"] for m in policy.state["result"]] == ["q", "b", "c</a>"]  # the client's own stop string is gone
 
 
-CALL = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": '{"x":1,  "a": 2}'}}
+CALL = {"id": "a1", "type": "function", "function": {"name": "f", "arguments": '{"x":1.0,  "a": 2e0}'}}
 THOUGHT = {"role": "assistant", "content": "\n\n4 ", "reasoning": "two and two", "tool_calls": [CALL]}
 
 
@@ -157,6 +157,9 @@ def test_the_policys_own_messages_are_restored_as_they_were_sampled(restore):
     sent = policy.asked[1].messages[1]
     assert policy.state["agent"]["restored"] == restore and len(policy.state["completion"]) == 3
     assert (sent == THOUGHT) == restore and ("reasoning" in sent) == restore
+    others = [THOUGHT | {"tool_calls": [CALL | {"function": {"name": "f", "arguments": f'{{"x": {x}, "a": 2}}'}}]}
+              for x in ("1", "2", "true", "1.5", '"1"')]  # fmt: skip
+    assert [endpoint.key_of(message) == endpoint.key_of(THOUGHT) for message in others] == [True] + [False] * 4
 
 
 @pytest.mark.parametrize("names", [("", ""), ("a", "b")])
