@@ -240,7 +240,7 @@ def test_requests_that_are_malformed_late_or_of_clients_that_have_gone_are_not_r
         await policy.rollout(AgentEnv(agent, ROWS, rubric=Rubric()), ROWS[0])
         await asyncio.wait(late[:1])
         assert late[0].cancelled() and len(policy.asked) == 5 and policy.state["turn"] == 1
-        assert policy.state["agent"]["requests"] == 5
+        assert policy.state["agent"]["requests"] == 5 and policy.state["agent"]["unread"] == 4
         with pytest.raises(openai.APIStatusError, match="this rollout has ended"):
             await say(late[1], [])
 
@@ -265,6 +265,18 @@ def test_agents_in_threads_may_stream_and_run_event_loops_of_their_own(monkeypat
         return chunks[0].choices[0].delta.content + asyncio.run(talk())
 
     assert play(agent, "a", "b").state["result"] == "ab"
+
+
+def test_an_answer_whose_stream_is_closed_is_counted():
+    async def agent(base_url, prompt):
+        body = {"messages": prompt, "stream": True}
+        async with httpx.AsyncClient(trust_env=False) as http:
+            async with http.stream("POST", f"{base_url}/chat/completions", json=body) as reply:
+                await anext(reply.aiter_bytes())
+            await http.post(f"{base_url}/chat/completions", json=body)
+
+    counts = play(agent, "a" * 30_000_000, "b").state["agent"]
+    assert counts["requests"] == 2 and counts["unread"] == 1
 
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}}
