@@ -13,7 +13,7 @@ import pytest
 from conftest import BASE, append, having, lines, wait_until
 
 from configs.runtime.role import ConfigError
-from tools import compare
+from tools import compare, microscope
 
 # In the place of launch.sh: a run of 20 steps whose last score is 0.5 + learning_rate + seed / 10. With a weight decay
 # it ends with that exit code, with a beta it dies at its first start, with max_steps = 7 it only ends at its third.
@@ -93,6 +93,20 @@ def test_a_mistake_is_named_before_anything_starts(study, tmp_path, args, messag
     with pytest.raises(ConfigError, match=message):
         study(*args)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "tool, args", [(compare, ["it.toml", *GOOD, "--seeds"]), (microscope, ["it", "--arm", "", "--states"])]
+)
+def test_there_is_at_least_one(tool, args, capsys):
+    with pytest.raises(SystemExit):
+        tool.main([*args, "0"])
+    assert f"{args[-1]}: invalid positive value: '0'" in capsys.readouterr().err
+
+
+def test_what_was_under_the_microscope_stays(tmp_path):
+    with pytest.raises(ConfigError, match="is there already"):
+        microscope.main([str(tmp_path), "--arm", "", "--out", str(tmp_path)])
 
 
 def test_runs_that_exist_already(study, tmp_path):

@@ -180,6 +180,7 @@ def test_the_best_are_imitated(tmp_path, toml):
     ({}, "'unscored': 1"),
     ({"reward": 1, "completion": say("a" * 99)}, "'longer than max_seq_len': 1"),
     ({"reward": 1, "error": "TimeoutError"}, "'failed': 1"),
+    ({"reward": "1"}, "data.jsonl: line 1: TypeError"),
 ])  # fmt: skip
 def test_lines_that_are_left_out_are_counted(tmp_path, toml, line, reason):
     append(tmp_path / "data.jsonl", [{"prompt": ASK, "completion": say("a")} | line])

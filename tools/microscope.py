@@ -41,7 +41,7 @@ from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
 from tools.compare import interval, p_value, parse_arms
 from tools.fork import reachable, repeat_step
-from tools.show import with_interval
+from tools.show import positive, with_interval
 
 # What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
 ARM = r"orchestrator\.advantage|trainer\.(loss|loss_args.*|optimizer|learning_rate|lr_scheduler_type|warmup_\w+|beta"
@@ -195,11 +195,13 @@ def main(argv: list[str]):
     parser.add_argument("run", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="of all arms, e.g. of [eval]")
     parser.add_argument("--arm", action="append", required=True, metavar="KEY=VALUE ...")
-    parser.add_argument("--states", type=int, default=20)
+    parser.add_argument("--states", type=positive, default=20)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
     args = parser.parse_intermixed_args(argv)
     run = args.run.resolve()
     out = (args.out or run / "microscope").resolve()
+    if out.exists():
+        raise ConfigError(f"{out} is there already: remove it, or choose another --out")
     os.chdir(configs.HERE.parent)  # as launch.sh: a relative path to a model begins there
     starts = {state: start for state, start in reachable(run).items() if path_of(run, state + 1).exists()}
     states = sorted(state for state in starts if path_of(run, state).exists())
@@ -219,7 +221,7 @@ def main(argv: list[str]):
     cfg = configs.load_config(file, given)
     given.append(f"inference.gpus={cfg.inference.args['tensor_parallel_size']}")
     for part in ("batches", "checkpoints", "tmp"):
-        (out / part).mkdir(parents=True)  # an earlier one is not overwritten
+        (out / part).mkdir(parents=True)
     os.environ["ROLEMODEL_RUN_ID"] = out.name
     tmp = f"/proc/{os.getpid()}/fd/{os.open(out, os.O_RDONLY)}/tmp"  # short, as in launch.py
     roles = {role.name: role for role in plan(cfg, look_around(configs.load_config(file, given), [], tmp))}

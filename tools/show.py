@@ -76,6 +76,13 @@ def run_with(*files: str) -> Callable[[str], Path]:
     return find
 
 
+def positive(text: str) -> int:
+    """A type for argparse."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 class Lines:
     """The whole lines of a JSON Lines file as they appear. A resumed run cuts it, and it is then read from its
     beginning."""
@@ -95,7 +102,11 @@ class Lines:
                 if not line.endswith(b"\n"):
                     return
                 self.position += len(line)
-                yield json.loads(line)
+                try:
+                    found = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{self.path}: {line[:80]} ...: {error}") from None
+                yield found
 
 
 def as_messages(text: str | list) -> list[dict]:
@@ -261,7 +272,7 @@ def main(argv: list[str]):
     parser.add_argument("--env")
     parser.add_argument("--row", type=int)
     parser.add_argument("--max-reward", type=float)
-    parser.add_argument("--n", type=int, default=10, help="rollouts, or groups, to show: 10")
+    parser.add_argument("--n", type=positive, default=10, help="rollouts, or groups, to show: 10")
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--evals", action="store_true")
     args = parser.parse_args(argv)
