@@ -50,7 +50,7 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
     dcp.save(state_of(policy, optimizer), storage_writer=dcp.FileSystemWriter(tmp, single_file_per_rank=False))
     if dist.get_rank() > 0:
         return
-    shutil.rmtree(path, ignore_errors=True)  # one that resume has passed over
+    os.sync()  # torch 2.13 calls fsync on .metadata before it is flushed: a power cut would leave it empty
     os.rename(tmp, path)
     for old in sorted(path.parent.glob("step_??????"))[: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
@@ -70,8 +70,7 @@ def keep_model(run_dir: Path, name: str):
 
 def resume(run_dir: Path, policy, optimizer) -> int:
     """Loads the last checkpoint in place, if there is one, and returns its step. Collective."""
-    # After a power cut the newest may be empty.
-    path = max((p.parent for p in run_dir.glob("checkpoints/step_??????/.metadata") if p.stat().st_size), default=None)
+    path = max(run_dir.glob("checkpoints/step_??????"), default=None)
     step = 0
     if path:
         step = int(path.name.removeprefix("step_"))
