@@ -339,12 +339,12 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
         tokens = [1]
 
         def __init__(self, cfg):
-            pass
+            self.load = dict.fromkeys(cfg.inference.urls, 0)
 
-        async def post(self, group, path, body, base_url=""):
-            asked.append((base_url, body["model"]))
+        async def post(self, url, path, body):
+            asked.append((url, body["model"]))
             logprobs = [None, {"6": {"logprob": -1.5}}]
-            return {"tokens": self.tokens if base_url else [1], "choices": [{"prompt_logprobs": logprobs}]}
+            return {"tokens": [1] if url in self.load else self.tokens, "choices": [{"prompt_logprobs": logprobs}]}
 
     class Adds(SingleTurnEnv):
         def add_fields(self, sequences):
@@ -361,7 +361,7 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
         return asked[-1] if asked else None
 
     assert teach(urls=()) is None  # a program that trains nothing
-    assert teach("trainer.use_lora=true", "trainer.dtype=bf16") == ("", "test-v7")
+    assert teach("trainer.use_lora=true", "trainer.dtype=bf16") == ("http://127.0.0.1:8", "test-v7")
     elsewhere = {"base_url": "http://127.0.0.1:9", "model": "large"}
     assert teach(**elsewhere) == ("http://127.0.0.1:9", "large")
     for wrong in ("orchestrator.sampling.temperature=0.5", "trainer.loss=cispo"):

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import ROOT, all_batches, lines
+from plain_server import PlainServer
 from think_env import DROPS, KEEPS, Turns, letters, noise
 
 import configs
@@ -316,17 +317,39 @@ def play(cfg, task, *replies):
     bodies = []
     answers = iter(replies)
 
-    async def post(group, path, body):
+    async def post(url, path, body):
         bodies.append(body)
         return next(answers)
 
     async def go():
-        client = SimpleNamespace(cfg=cfg, version=3, salt="s", running=asyncio.Semaphore(1), post=post)
+        running = asyncio.Semaphore(1)
+        client = SimpleNamespace(cfg=cfg, version=3, salt="s", running=running, post=post, load={"": 0})
         r = Rollout("e", 0, 0, 0, 7)
-        await orchestrator.roll_out(client, task, task.dataset[0], r, 3, {})
+        await orchestrator.roll_out(client, task, task.dataset[0], r, 3, {}, lambda: "")
         return r
 
     return asyncio.run(go()), bodies
+
+
+def test_a_faster_server_gets_more_groups(make_cfg):
+    """Each answers one request at a time. By turns, the slow one would decide how long all of them take."""
+    task = single(lambda: 1.0)
+
+    def server(seconds):
+        also = [*make_cfg().sampling._fields, "return_token_ids", "cache_salt", "logprobs"]
+        return PlainServer(lambda body: time.sleep(seconds) or reply(), also)
+
+    async def go(cfg):
+        client = orchestrator.Client(cfg)
+        groups = [[Rollout("e", 0, slot, 0, k) for k in range(4)] for slot in range(18)]
+        await asyncio.gather(*(orchestrator.run_group(client, task, task.dataset[0], g, 0, {}) for g in groups))
+        await client.http.close()
+        assert all(r.reward == 1 for g in groups for r in g), groups[0][0].error
+
+    with server(0.1) as slow, server(0.05) as fast:
+        urls = [s.url.removesuffix("/v1") for s in (slow, fast)]
+        asyncio.run(go(make_cfg(f"inference.urls={json.dumps(urls)}", "orchestrator.max_concurrent=8")))
+    assert len(fast.bodies) % 4 == 0 and len(fast.bodies) > 1.4 * len(slow.bodies)
 
 
 def asks(*kwargs):
