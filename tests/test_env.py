@@ -36,6 +36,10 @@ def test_one_turn():
     assert task.start({"prompt": "b?", "question": "ignored"})["prompt"][1] == {"role": "user", "content": "b?"}
     arrow = {"prompt": [{"role": "user", "content": "x", "tool_calls": None}], "info": None}
     assert task.start(arrow)["prompt"][1] == {"role": "user", "content": "x"} and task.start(arrow)["info"] == {}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {key: 1}}} for key in "ab"]
+    prompts = [[{"role": "assistant", "content": "", "tool_calls": [call]}] for call in calls]  # ms-swift #10110
+    rows = load_rows(Dataset.from_list([{"prompt": prompt} for prompt in prompts]))
+    assert [task.start(row)["prompt"][1:] for row in rows] == prompts
 
 
 class Counts(MultiTurnEnv):
@@ -82,6 +86,9 @@ def test_a_row_that_only_looks_like_one_is_refused(rows, tmp_path):
         load_rows([ROW, rows])
     (tmp_path / "rows.json").write_text(json.dumps([ROW, ROW]))
     with pytest.raises(ConfigError, match="rows.json, line 1, is not a JSON object in UTF-8: it is a list"):
+        load_rows(tmp_path / "rows.json")
+    pd.DataFrame([ROW, ROW]).to_json(tmp_path / "rows.json")
+    with pytest.raises(ConfigError, match="rows.json, line 1, .*: it is a dict, not a row"):
         load_rows(tmp_path / "rows.json")
     with pytest.raises(ConfigError, match="rows, line 1, .* it is a str"):
         load_rows(pd.DataFrame([ROW]))
