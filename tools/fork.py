@@ -25,9 +25,9 @@ from launch import COMMON
 from tools.show import Lines
 
 # Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
-# times a batch's groups.
+# times a batch's groups. Gains are over the parent's evaluations as well.
 SHARED = "model env trainer.use_lora trainer.lora_rank trainer.lora_alpha trainer.lora_target_modules".split()
-SHARED += ["orchestrator.batch_size", "orchestrator.rollouts_per_example"]
+SHARED += ["orchestrator.batch_size", "orchestrator.rollouts_per_example", "eval.temperature", "eval.max_tokens"]
 
 
 def reachable(run: Path) -> dict[int, int]:
