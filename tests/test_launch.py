@@ -338,6 +338,24 @@ def test_a_run_begins_after_a_step_that_was_taken_and_with_as_many_groups(make_c
             fork.main([f"{tmp_path}/test.toml", "--from", f"{tmp_path}/parent@{step}", f"output_dir={tmp_path}", more])
 
 
+def test_two_forks_into_one_directory_at_once(make_cfg, tmp_path, monkeypatch):
+    """DeepTab #411: the second would remove what the first is making, which then begins with half of the second's."""
+    (tmp_path / "parent" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "parent" / "config.toml").write_text(to_toml(make_cfg("run_name=parent")))
+    argv = [f"{tmp_path}/test.toml", "--from", f"{tmp_path}/parent@0", f"output_dir={tmp_path}"]
+    seconds = iter([False, True])
+
+    def copy(parent, start, version, run_dir):
+        assert not next(seconds), "the second has begun"
+        with pytest.raises(ConfigError, match="test is being made by another --from: choose another run_name"):
+            fork.main(argv)
+        raise KeyError
+
+    monkeypatch.setattr(fork, "copy", copy)
+    with pytest.raises(KeyError):
+        fork.main(argv)
+
+
 @pytest.mark.slow
 def test_one_step_under_the_microscope(undisturbed, tmp_path):
     out = tmp_path / "found"

@@ -1,5 +1,6 @@
 """trainer.py: log-probabilities, losses and steps against float64, ranks, resumption, final/, the canary and syncs."""
 
+import fcntl
 import json
 import math
 import os
@@ -562,6 +563,11 @@ def test_replays(replay, tmp_path):
         replay(tmp_path / "saved", "trainer.lr_scheduler_type=linear", "max_steps=2")
     with pytest.raises(ConfigError, match="# batches was .*saved, now .*moved"):
         replay((tmp_path / "saved").rename(tmp_path / "moved"), "trainer.lr_scheduler_type=linear", "max_steps=9")
+    (tmp_path / "other-replay-cispo" / "batches").mkdir(parents=True)
+    with open(tmp_path / "other-replay-cispo" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="belongs to another replay"):
+            replay(tmp_path / "moved", "run_name=other")
 
 
 # --- servers and the canary -------------------------------------------------------------------------------------------

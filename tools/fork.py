@@ -22,7 +22,7 @@ from configs.runtime import checkpoints
 from configs.runtime.directory import cut_lines
 from configs.runtime.role import ConfigError, RunError, run_role, say
 from launch import COMMON
-from tools.show import Lines
+from tools.show import Lines, lock
 
 # Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
 # times a batch's groups. Gains are over the parent's evaluations as well.
@@ -97,6 +97,9 @@ def main(argv: list[str]):
     if trainer.dist.is_torchelastic_launched():
         return train(parent, parents, version, making, cfg)
     about = {"run": str(parent), "step": int(step)}
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    message = f"{run_dir} is being made by another --from: choose another run_name"
+    _held = lock(run_dir.with_name(f".{run_dir.name}.lock"), message)  # until launch.py takes its own
     if not run_dir.exists():
         found = reachable(parent)
         if version not in found:

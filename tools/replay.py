@@ -16,6 +16,7 @@ import trainer
 from configs.runtime import checkpoints
 from configs.runtime.directory import refuse_other, run_directory
 from configs.runtime.role import ConfigError, run_role
+from tools.show import lock
 
 
 def main(argv: list[str]):
@@ -37,6 +38,8 @@ def main(argv: list[str]):
         raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")
     (run_dir / "config.toml").write_text(text, "utf-8")
     trainer.start_distributed(cfg)
+    message = f"{run_dir} belongs to another replay: choose another run_name"
+    _held = trainer.dist.get_rank() or lock(run_dir / ".lock", message)  # until the end
     policy = trainer.build_policy(cfg)
     optimizer = trainer.make_optimizer(policy, cfg.trainer)
     for step in range(checkpoints.resume(run_dir, policy, optimizer), len(paths)):

@@ -6,6 +6,7 @@
 
 tools/page.py shows them in a browser, with what each token got."""
 
+import fcntl
 import json
 import math
 import os
@@ -81,6 +82,19 @@ def positive(text: str) -> int:
     if int(text) < 1:
         raise ValueError
     return int(text)
+
+
+def lock(path: Path, message: str):
+    """Locks a file until it, which is returned, is closed, or this process ends. Raises ConfigError with the message if
+    another process has locked it."""
+    from configs.runtime.role import ConfigError
+
+    file = open(path, "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(message) from None
+    return file
 
 
 class Lines:
