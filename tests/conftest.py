@@ -28,6 +28,7 @@ import psutil
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import orchestrator
@@ -185,6 +186,11 @@ def sent(policy, dtype, only_lora=False):
     """{name: tensor} of all that a sync broadcasts."""
     blocks = trainer.stream_weights(policy.model, dtype, only_lora)
     return {name: w.clone() for block in blocks for name, w in block.items()}
+
+
+def final(run_dir):
+    """{name: tensor} of what a run has learned."""
+    return load_file(next(run_dir.glob("final/*model.safetensors")))
 
 
 def lines(path):

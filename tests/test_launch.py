@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from conftest import BASE, FAKE_SERVER, ROOT, all_batches, lines, needs_namespaces, start, wait_until, write_run
-from safetensors.torch import load_file
+import torch
+from conftest import BASE, FAKE_SERVER, ROOT, all_batches, final, lines, needs_namespaces, start, wait_until, write_run
 
 import launch as launcher
 from configs import load_config, to_toml
@@ -44,18 +44,15 @@ def planned(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    "gpus, overrides, expected",
-    [
-        ("", [], {"inference": "", "trainer": ""}),
-        ("0", [], {"inference": "0", "trainer": "0"}),  # shared
-        ("7 5 3", ["inference.gpus=2"], {"inference": "7", "inference1": "5", "trainer": "3"}),
-        ("0 1 2", ["inference.gpus=2", "trainer.gpus=2"], {"inference": "0", "inference1": "1", "trainer": "1,2"}),
-        ("0 1 2 3", ["inference.gpus=2", "trainer.gpus=2", "inference.args.tensor_parallel_size=2"],
-         {"inference": "0,1", "trainer": "2,3"}),
-        ("0 1", ['inference.urls=["http://127.0.0.1:8000"]', "trainer.gpus=2"], {"trainer": "0,1"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("gpus, overrides, expected", [
+    ("", [], {"inference": "", "trainer": ""}),
+    ("0", [], {"inference": "0", "trainer": "0"}),  # shared
+    ("7 5 3", ["inference.gpus=2"], {"inference": "7", "inference1": "5", "trainer": "3"}),
+    ("0 1 2", ["inference.gpus=2", "trainer.gpus=2"], {"inference": "0", "inference1": "1", "trainer": "1,2"}),
+    ("0 1 2 3", ["inference.gpus=2", "trainer.gpus=2", "inference.args.tensor_parallel_size=2"],
+     {"inference": "0,1", "trainer": "2,3"}),
+    ("0 1", ['inference.urls=["http://127.0.0.1:8000"]', "trainer.gpus=2"], {"trainer": "0,1"}),
+])  # fmt: skip
 def test_devices(gpus, overrides, expected, planned):
     """The first for servers, the next for ranks; the orchestrator has none."""
     roles = planned(*overrides, gpus=gpus.split())
@@ -127,8 +124,6 @@ def test_exit_codes_and_causes(tmp_path, capfd, monkeypatch):
     for error in (OSError(28, "full"), ValueError(), NumericsError()):
         roles.fail("trainer", error)
     assert codes == [6, 3, 5]
-    roles.fail("launch", NumericsError(f"{'a ' * 400}(log=/{'b' * 600}/trainer.log)"))
-    assert f" ... (log=/{'b' * 600}/trainer.log)" in capfd.readouterr().err
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "inference.log").write_text("=== earlier\nKeyError: old\n=== now\nKeyError: new\n")
     found = launcher.failure(tmp_path, "inference", "its engine died")
@@ -145,6 +140,7 @@ def test_exit_codes_and_causes(tmp_path, capfd, monkeypatch):
 STEPS = 4
 TASK = "{ num_turns = 1 }"
 HOW = (f"max_steps={STEPS}", "checkpoint.every=2", "eval.every=2", "orchestrator.max_staleness=0")
+HOW += ("trainer.loss=faults:loss",)  # which may hold the run
 PATTERNS = {"agent": "distributed.run", "server": "fake_vllm", "rank": "trainer.py", "orchestrator": "orchestrator.py"}
 NAMES = {"server": "inference", "engine": "inference", "agent": "trainer", "rank": "trainer"}
 
@@ -208,8 +204,7 @@ class Run:
 def undisturbed(models, tmp_path_factory):
     path = tmp_path_factory.mktemp("undisturbed")
     (path / "watch.py").write_text("1 / 0")
-    more = ("inference.gpus=2", "trainer.loss=faults:loss")
-    run = Run(path, models["untied"], *more, WATCH=str(path / "watch.py"))
+    run = Run(path, models["untied"], "inference.gpus=2", WATCH=str(path / "watch.py"))
     run.end(0)
     return run
 
@@ -226,11 +221,11 @@ def test_an_undisturbed_run(undisturbed, models):
     assert all(s["version"] == n for n, batch in enumerate(all_batches(undisturbed.dir)) for s in batch.sequences)
     assert all(len(list(undisturbed.dir.glob(name))) == 2 for name in ("logs/inference*", "checkpoints/*"))
     path = undisturbed.dir.parent
-    assert "already complete" in Run(path, models["untied"], "trainer.loss=faults:loss").end(0)
+    assert "already complete" in Run(path, models["untied"]).end(0)
     config = (undisturbed.dir / "config.toml").read_text()
-    last = Run(path, models["untied"], "trainer.loss=faults:loss", "max_steps=3").end(2)
+    last = Run(path, models["untied"], "max_steps=3").end(2)
     assert "run has 4 steps or batches: max_steps = 3 is less" in last
-    assert "seed was 0, now 1" in Run(path, models["untied"], "trainer.loss=faults:loss", "seed=1").end(2)
+    assert "seed was 0, now 1" in Run(path, models["untied"], "seed=1").end(2)
     assert (undisturbed.dir / "config.toml").read_text() == config
 
 
@@ -280,12 +275,11 @@ MATRIX = [pytest.param([cell], marks=pytest.mark.long) for cell in sorted(CELLS)
 def test_killed_on_the_way(cells, undisturbed, fake_servers, models, tmp_path):
     """Each time all is over within 30 s, with code and cause; in the end the same command has the same data and, bit
     for bit, the same parameters as if nothing had been. Without a point, the run waits for an answer of its server."""
-    loss = "trainer.loss=faults:loss"
     for role, point in cells:
         faults = {"orphan": role == "server"} | ({} if point else {"generate 20": "hang"})
         env = {"HOLD": point, "FAKE": json.dumps(faults), "ROLEMODEL_RUN_ID": "run"}
         shared = [f'inference.urls=["{fake_servers()}"]'] if point and role not in ("server", "engine") else []
-        run = Run(tmp_path, models["untied"], loss, *shared, **env)
+        run = Run(tmp_path, models["untied"], *shared, **env)
         batch = run.dir / "batches" / "step_000000.safetensors"
         run.wait_until(lambda: "[hold]" in run.text() or not point and batch.exists())
         run.kill(role)
@@ -294,34 +288,29 @@ def test_killed_on_the_way(cells, undisturbed, fake_servers, models, tmp_path):
         name = NAMES.get(role, role)
         assert role == "launch.sh" or last.endswith(f"(role={name} exit=3 log={run.dir}/logs/{name}.log)"), last
         assert time.monotonic() - began < 30
-    run = Run(tmp_path, models["untied"], loss)
+    run = Run(tmp_path, models["untied"])
     run.end(0)
     for name, keys in {"metrics": "step loss reward/mean version", "eval": "step reward/mean rows",
                        "rollouts": "step example group rollout reward dropped"}.items():  # fmt: skip
         paths = (run.dir / f"{name}.jsonl", undisturbed.dir / f"{name}.jsonl")
         one, other = ([[line[key] for key in keys.split()] for line in lines(path)] for path in paths)
         assert sorted(one) == sorted(other), name
-    mine, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.dir, undisturbed.dir))
-    assert all(mine[key].equal(theirs[key]) for key in theirs)
+    torch.testing.assert_close(final(run.dir), final(undisturbed.dir), rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
     """After a step that has no checkpoint: the steps that follow are the other run's, bit for bit."""
-    loss = "trainer.loss=faults:loss"
-    last = Run(tmp_path, models["untied"], loss, "--from", f"{undisturbed.dir}@9").end(2)
-    assert "leads to no state after step 9, only after: 0, 1, 2, 3" in last
-    run = Run(tmp_path, models["untied"], loss, "--from", f"{undisturbed.dir}@2")
+    run = Run(tmp_path, models["untied"], "--from", f"{undisturbed.dir}@2")
     run.end(0)
     assert "fork: step 2 again" in run.text() and "fork: step 1 again" not in run.text()
-    mine, theirs = (load_file(path / "final" / "model.safetensors") for path in (run.dir, undisturbed.dir))
-    assert all(mine[key].equal(theirs[key]) for key in theirs)
+    torch.testing.assert_close(final(run.dir), final(undisturbed.dir), rtol=0, atol=0)
     assert [line["step"] for line in lines(run.dir / "metrics.jsonl")] == list(range(STEPS))
     assert json.loads((run.dir / "parent.json").read_text()) == {"run": str(undisturbed.dir), "step": 2}
     shutil.copytree(undisturbed.dir, tmp_path / "other")
     text = (undisturbed.dir / "config.toml").read_text()
     (tmp_path / "other" / "config.toml").write_text(text.replace("learning_rate = 0.001", "learning_rate = 0.002"))
-    run = Run(tmp_path, models["untied"], loss, "--from", f"{tmp_path}/other@2", "run_name=third")
+    run = Run(tmp_path, models["untied"], "--from", f"{tmp_path}/other@2", "run_name=third")
     run.end(3)
     assert "had optim/lr = 0.001, and has 0.002 now" in run.text()
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import BASE, ROOT, lines, sent, write_batches
+from conftest import BASE, ROOT, final, lines, sent, write_batches
 from plain_server import PlainServer
 from ranks import replays
 from safetensors.torch import load_file, save_file
@@ -432,10 +432,6 @@ def ranks(models, tmp_path_factory):
     replays([argv(name, runs[name], 1) for name in ("full", "lora", "poisoned")])
     assert running.wait(240) == 0
     return path, lambda name, num: next((path / str(num)).glob(f"{name}-replay-*")), argv
-
-
-def final(run_dir):
-    return load_file(next(run_dir.glob("final/*model.safetensors")))
 
 
 @pytest.mark.parametrize("name", ["full", "lora", "poisoned"])
