@@ -161,9 +161,6 @@ class Server:
     async def resume(self, request):
         self.running.set()
 
-    async def kill_engine(self, app):
-        os.kill(self.engine, signal.SIGKILL)
-
     async def engine_answers(self):
         state = Path(f"/proc/{self.engine}/stat").read_text().rpartition(")")[2].split()[0]
         await asyncio.sleep(3600 if state == "Z" else 0)
@@ -280,7 +277,6 @@ def main():
     torch.set_num_threads(1)
     server = Server(args, engine)
     app = web.Application(middlewares=[as_json])
-    app.on_shutdown.append(server.kill_engine)
     app.add_routes([web.get("/v1/models", server.models), web.get("/health", server.health)])
     posts = {"/pause": server.pause, "/resume": server.resume, "/collective_rpc": server.rpc, "/fake": server.fake}
     posts |= {"/v1/chat/completions": server.generate, "/v1/completions": server.generate}

@@ -4,10 +4,8 @@ import random
 
 from env import MultiTurnEnv, Rubric, SingleTurnEnv
 
-KEEPS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+KEEPS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+KEEPS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 # As Qwen3 and DeepSeek-R1 do it: only the last half of earlier answers is kept (a random model has no </think>).
 DROPS = KEEPS.replace(
     "{{ m.content }}",

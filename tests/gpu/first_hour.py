@@ -77,22 +77,20 @@ def table(outputs):
 def main(argv):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-dir", type=Path, help="has the models, on machines without the hub")
-    parser.add_argument("--only", nargs="*", metavar="STEP", help="titles in the report")
     args = parser.parse_args(argv)
     names = ("PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT", "Qwen/Qwen3-0.6B")
     todo = steps(*(args.model_dir / name.split("/")[1] if args.model_dir else name for name in names))
     told = ""
     codes = []
     for title, (command, minutes) in todo.items():
-        if args.only is None or title in args.only:
-            began = time.monotonic()
-            code, text = run(command, minutes)
-            codes.append(code)
-            end = "\n".join(line[:200] for line in text.splitlines()[-20:])
-            took = (time.monotonic() - began) / 60
-            told += f"\n## {title}: exit code {code}, {took:.1f} minutes\n\n```\n{end}\n```\n"
-            REPORT.parent.mkdir(exist_ok=True)
-            REPORT.write_text(f"# First hour on a GPU\n\n{table(REPORT.parent)}\n{told}")
+        began = time.monotonic()
+        code, text = run(command, minutes)
+        codes.append(code)
+        end = "\n".join(line[:200] for line in text.splitlines()[-20:])
+        took = (time.monotonic() - began) / 60
+        told += f"\n## {title}: exit code {code}, {took:.1f} minutes\n\n```\n{end}\n```\n"
+        REPORT.parent.mkdir(exist_ok=True)
+        REPORT.write_text(f"# First hour on a GPU\n\n{table(REPORT.parent)}\n{told}")
     print(f"first hour: the report is {REPORT}")
     return max(codes)
 
