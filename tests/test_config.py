@@ -23,7 +23,6 @@ from env import SingleTurnEnv
 
 @pytest.mark.parametrize("override, named", [
     ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; the nearest are trainer.learning_rate, "),
-    ("trainer.lr=1", "nearest are trainer.learning_rate, "),
     ("max_steps=1.5", "'max_steps' = 1.5: must be of type int"),
     ("trainer.beta=-1", "must be at least 0"),
     ("env.ratio=0", "must be above 0"),
@@ -41,7 +40,6 @@ from env import SingleTurnEnv
     ("trainer.max_grad_norm=inf", "'trainer.max_grad_norm' = inf"),
     ("trainer.loss_args.ratio_cap=inf", "'trainer.loss_args' = .*inf"),
     ("env.args.day=2026-11-28", "'env.args' = .*date"),
-    ("env.args={", "env.args={"),
 ])  # fmt: skip
 def test_what_is_refused(override, named, make_cfg):
     with pytest.raises(ConfigError, match=named):
@@ -84,10 +82,6 @@ def test_a_script_makes_no_other_model_than_its_own(make_cfg, tmp_path):
         assert cfg.run.model == hub and not cfg.run.prepare
     with pytest.raises(ConfigError, match="/other': this script makes SmolLM2-135M-Instruct"):
         smollm2.main([str(path)])
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "adapter_config.json").touch()
-    with pytest.raises(ConfigError, match="model: an adapter; peft"):
-        load_config(path)
 
 
 def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypatch):
@@ -108,8 +102,6 @@ def test_what_a_key_names(tmp_path, own_modules):
     (tmp_path / "mine.py").write_text("def loss(): return 1")
     assert configs.find("mine:loss")() == 1 and configs.find("losses:gspo") and configs.find("a", {"a": 2}) == 2
     assert configs.find("grpo", {"grpo": "losses:grpo"}) is configs.find("losses:grpo")
-    with pytest.raises(ConfigError, match="'muon': must be one of"):
-        configs.find("muon")
     (tmp_path / "orders").mkdir()
     assert configs.find("orders:Difficulty")  # a mere folder replaces nothing
     (tmp_path / "losses.py").write_text("def gspo(): return 2")
@@ -157,8 +149,6 @@ def test_a_run_has_the_rows_that_it_began_with(tmp_path):
         rows = [{"question": "a", "info": {"x": [*objects[:i], new, *objects[i + 1 :]], "y": lambda: 0}}]
         with pytest.raises(ConfigError, match="has begun with other rows"):
             keep_rows(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
-    with pytest.raises(ConfigError, match="env 'none' has no training rows"):
-        keep_rows(tmp_path, {"none": SingleTurnEnv([])}, 0)
 
 
 def test_logs_are_cut_where_a_run_goes_on(tmp_path):

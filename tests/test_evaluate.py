@@ -135,32 +135,21 @@ def test_generated_data_is_trained_on_for_its_rewards(tmp_path, toml):
         evaluate.main([toml, "--offline", data])
 
 
-def test_groups_are_of_one_example_of_one_environment(tmp_path, toml):
-    """A truncated line only shapes the baseline: it never said its end."""
-    rows = []
-    for env, reward, is_truncated in (("a", 1, False), ("b", 2, False), ("a", 0, True), ("b", 4, False)):
-        about = {"env": env, "example": 0, "reward": reward, "truncated": is_truncated}
-        rows.append(about | {"prompt": ASK, "completion": say("a")})
-    append(tmp_path / "data.jsonl", rows)
-    evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])
-    (batch,) = all_batches(tmp_path / "run-offline")
-    found = [(s["env"], s["group"], trained_text(s), s["adv"].tolist()[-1]) for s in batch.sequences]
-    said = "a<|end|>"
-    assert found == [("a", 0, said, 0.5), ("a", 0, "", 0), ("b", 1, said, -1), ("b", 1, said, 1)]
-
-
-def test_files_of_two_generations_share_no_group(tmp_path, toml):
-    """slime #2062: they number their examples from 0 each. Of the first, a rollout is lost."""
-    rows = []
-    for asked, rewards in (("b", [None, 1.0, 0.0]), ("c", [5.0, 1.0, 3.0, 3.0])):
+def test_groups_are_of_one_example_of_one_environment_of_one_generation(tmp_path, toml):
+    """slime #2062: files that were put together number their examples from 0 each. A line need not have the number of
+    a rollout, and one that is truncated only shapes the baseline: it never said its end."""
+    rows = [{"env": "b", "example": 0, "reward": reward} for reward in (2.0, 4.0)]
+    for rewards in ([None, 1.0, 0.0], [5.0, 1.0, 3.0, 3.0]):  # of the first, a rollout is lost
         for i, reward in enumerate(rewards):
-            about = {"env": "a", "step": 0, "example": 0, "group": 0, "attempt": 0, "rollout": i, "reward": reward}
-            rows.append(about | {"prompt": [{"role": "user", "content": asked}], "completion": say("a")})
-    append(tmp_path / "data.jsonl", rows)
+            place = {"env": "a", "step": 0, "example": 0, "group": 0, "attempt": 0, "rollout": i}
+            rows.append(place | {"reward": reward, "truncated": reward == 0})
+    append(tmp_path / "data.jsonl", [row | {"prompt": ASK, "completion": say("a")} for row in rows])
     evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])
     (batch,) = all_batches(tmp_path / "run-offline")
-    found = [(s["group"], s["adv"].tolist()[-1]) for s in batch.sequences]
-    assert found == [(0, 0.5), (0, -0.5), (1, 2), (1, -2), (1, 0), (1, 0)]
+    found = [(s["group"], s["env"], s["adv"].tolist()[-1]) for s in batch.sequences]
+    first = [(0, "b", -1), (0, "b", 1), (1, "a", 0.5), (1, "a", 0)]
+    assert found == [*first, (2, "a", 2), (2, "a", -2), (2, "a", 0), (2, "a", 0)]
+    assert [trained_text(s) for s in batch.sequences] == ["a<|end|>"] * 3 + [""] + ["a<|end|>"] * 4
 
 
 def test_the_best_are_imitated(tmp_path, toml):
