@@ -116,8 +116,6 @@ def test_runs_that_exist_already(study, tmp_path):
     (tmp_path / "out" / "low-seed0" / "rows.json").write_text('{"e.dataset": "1", "e.eval_dataset": "2"}')
     compare.main(argv)
     assert "evaluated on different rows" in (text := (out / "compare.md").read_text()) and "a and b" not in text
-    compare.main(["--runs", f"a={(tmp_path / 'out' / 'low-seed0').rename(tmp_path / 'low [0]')}", "--out", str(out)])
-    assert "| a | 1 | 0.600 |" in (out / "compare.md").read_text()
 
 
 def test_arms_are_compared_on_the_rows_that_all_have_scored(tmp_path):

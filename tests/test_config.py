@@ -54,8 +54,6 @@ def test_overrides(make_cfg):
     assert make_cfg("inference.args.port_x=1").inference.args["tensor_parallel_size"] == 1
     assert make_cfg("env.args.a=1", "env.args={}", "env.args.b=2").env[0].args == {"b": 2}
     assert make_cfg("inference.allow_remote=true", "trainer.sync_host=10.0.0.1").trainer.sync_host == "10.0.0.1"
-    for how, sends in (("trainer.dtype=bf16", True), ("trainer.dtype=fp32", False)):
-        assert make_cfg("trainer.use_lora=true", how).sends_adapters == sends
 
 
 def test_several_environments(tmp_path):

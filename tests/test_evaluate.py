@@ -1,6 +1,8 @@
 """tools/evaluate.py: services that know OpenAI's API alone, evaluations like the run's own, batches from data."""
 
 import json
+from collections import defaultdict
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -34,14 +36,8 @@ def toml(tmp_path, models):
 
 def by_turns(*answers, also=()):
     """A server that gives these answers to each question, in turn."""
-    asked = {}
-
-    def answer(body):
-        question = body["messages"][-1]["content"]
-        asked[question] = asked.get(question, -1) + 1
-        return answers[asked[question] % len(answers)]
-
-    return PlainServer(answer, also=also)
+    left = defaultdict(lambda: cycle(answers))
+    return PlainServer(lambda body: next(left[body["messages"][-1]["content"]]), also=also)
 
 
 ASK = [{"role": "user", "content": "b"}]

@@ -223,8 +223,7 @@ def test_an_undisturbed_run(undisturbed, models):
     path = undisturbed.dir.parent
     assert "already complete" in Run(path, models["untied"]).end(0)
     config = (undisturbed.dir / "config.toml").read_text()
-    last = Run(path, models["untied"], "max_steps=3").end(2)
-    assert "run has 4 steps or batches: max_steps = 3 is less" in last
+    assert "4 steps or batches: max_steps = 3 is less" in Run(path, models["untied"], "max_steps=3").end(2)
     assert "seed was 0, now 1" in Run(path, models["untied"], "seed=1").end(2)
     assert (undisturbed.dir / "config.toml").read_text() == config
 

@@ -25,6 +25,10 @@ LINEAR = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 SHARED = {"shared_expert_intermediate_size": 32}
+ROUTED = {
+    "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1,
+}  # fmt: skip
 PAD = {"pad_token_id": 0}
 FAMILIES = {  # windows are shorter than the rows; dropout and noise are as their configurations have them, or on
     "Qwen2": GROUPED, "Qwen3": ATTENTION, "Llama": ATTENTION, "Mistral": ATTENTION | {"sliding_window": 5},
@@ -44,15 +48,11 @@ FAMILIES = {  # windows are shorter than the rows; dropout and noise are as thei
         "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"],
     },
     "Qwen3Moe": ATTENTION | EXPERTS, "Mixtral": GROUPED | LOCAL, "GptOss": ATTENTION | LOCAL | WINDOW,
-    "DeepseekV3": GROUPED | {
-        "num_key_value_heads": 4, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-        "qk_nope_head_dim": 8, "first_k_dense_replace": 1,
+    "DeepseekV3": GROUPED | ROUTED | {
+        "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "qk_nope_head_dim": 8,
     },
-    "Glm4Moe": ATTENTION | PAD | {
-        "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
+    "Glm4Moe": ATTENTION | PAD | ROUTED,
     "Ernie4_5_Moe": GROUPED | PAD | {
         "moe_intermediate_size": 32, "moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1,
         "moe_layer_start_index": 1,

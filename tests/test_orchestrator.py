@@ -280,8 +280,7 @@ def test_guard():
     assert lost(panics()).startswith("BaseExceptionGroup: as of")
     assert lost(awaits_what_was_cancelled()).startswith("CancelledError")
     assert lost(swallows(), 0.1).startswith("TimeoutError")
-    assert lost(env.call(partial(raises, GeneratorExit()))).startswith("RuntimeError: raises raised GeneratorExit")
-    assert "SystemExit" in lost(env.call(partial(raises, SystemExit(2))))
+    assert lost(env.call(partial(raises, SystemExit(2)))).startswith("RuntimeError: raises raised SystemExit")
     with pytest.raises(ConfigError):
         lost(env.call(partial(configs.find, "none", {})))
 
