@@ -13,7 +13,7 @@ import openai
 import pytest
 from conftest import all_batches, lines
 from scripted import Policy
-from think_env import KEEPS, Turns, noise
+from think_env import KEEPS, Turns, noise, rows
 
 from configs.environments import endpoint
 from configs.environments.agents import AgentEnv, AgentFailed
@@ -21,7 +21,7 @@ from configs.environments.rubrics import AgentRubric
 from configs.serving import formats
 from env import Rubric, Truncated
 
-ROWS = [{"question": f"hello {i}", "answer": str(i)} for i in range(37)]
+ROWS = rows(37)
 SHORT = ("orchestrator.sampling.max_tokens=3", "max_seq_len=128")
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import all_batches, lines, write_batches
-from think_env import Turns, letters
+from think_env import Turns, letters, rows
 from transformers import AutoModelForCausalLM
 
 import trainer
@@ -95,6 +95,15 @@ SAMPLER = double([-1.0, -2.0, -0.5, -3.0, -1.5, -0.2, -2.5])
 SHIFT = double([0.5, -0.4, 0.1, 2.0, -0.3, 0.15, 1.8])  # policy - sampler
 BEFORE = double([0.5, -0.4, 0.1, 0.9, -0.3, 0.15, -1.8])  # the policy before the batch's first update - sampler
 SINCE = double([0.1, 0.4, -0.3, 0.0, 0.25, -0.4, 0.02])  # policy - policy before
+
+
+def test_a_rollout_that_forked_counts_once():
+    """Two rollouts; the second is two sequences, of one and of two tokens."""
+    logp = SAMPLER[:5].clone().requires_grad_()
+    share = double([1, 1, 0.5, 0.5, 0.5])
+    micro = micro_of(SAMPLER[:5], double([1.0] * 5), [0, 0, 1, 2, 2], share_N=share, num_sequences=2)
+    loss, _ = step_loss("losses:gspo", micro, logp)
+    np.testing.assert_allclose(-logp.grad, double([0.25, 0.25, 0.25, 0.125, 0.125]))
 
 
 @pytest.mark.parametrize("case", TRL, ids=str)
@@ -236,7 +245,7 @@ def test_a_curriculum_has_periods(make_cfg):
         picks(order, 1)
 
 
-QUESTIONS = [{"question": f"hello {i}", "answer": str(i)} for i in range(9)]
+QUESTIONS = rows(9)
 
 
 def test_demonstrations_are_imitated_in_each_batch(run, tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from conftest import BASE, ROOT, launch, write_run
-from think_env import DROPS, Turns
+from think_env import DROPS, Turns, letters
 
 import trainer
 from configs.runtime.directory import run_directory
@@ -62,13 +62,9 @@ def test_a_server_that_does_not_follow_a_sync_is_noticed(dtype, discard, beside_
     assert discard or all(torch.equal(x, before[name]) for name, x in policy.state_dict().items())
 
 
-def chance(completion):
-    return float(len(completion[0]["content"]))
-
-
 @pytest.mark.parametrize("env, problem", [
-    (SingleTurnEnv(ROWS, rubric=Rubric([chance])), ""),
-    (Turns(ROWS, max_turns=2, rubric=Rubric([chance])), "of 12 rollouts of several turns fork"),  # which ones is chance
+    (SingleTurnEnv(ROWS, rubric=Rubric([letters])), ""),
+    (Turns(ROWS, max_turns=2, rubric=Rubric([letters])), "of 12 rollouts of several turns fork"),  # which ones: chance
     (SingleTurnEnv(ROWS, rubric=Rubric()), "3 groups, 3 flat; mean reward 0.000 (0 to 0): take easier rows"),
     (SingleTurnEnv(ROWS, rubric=Rubric([len])), "12 of 12 rollouts were lost, mostly: TypeError: len() takes"),
 ])  # fmt: skip

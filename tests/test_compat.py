@@ -81,9 +81,7 @@ def test_what_has_another_meaning_is_refused(refused, tmp_path):
         load_config(tmp_path / "x.toml")
 
 
-def test_our_names_count_and_every_name_stands_for_one_of_them(tmp_path):
+def test_our_names_count(tmp_path):
     (tmp_path / "x.toml").write_text(f'{ARGS}max_steps = 500\nloss_type = "dapo"\n[trainer]\nloss = "cispo"\n')
     cfg = load_config(tmp_path / "x.toml", ["max_steps=5", "trainer.loss_args={}"])
     assert (cfg.run.max_steps, cfg.trainer.loss, cfg.trainer.loss_args) == (5, "cispo", {})
-    chosen = [key for values in vf_rl.VALUES.values() for keys in values.values() for key in keys]
-    assert {*vf_rl.RENAMED.values(), *vf_rl.PRIME_RL.values(), *chosen} <= {*DEFAULTS, "env"}

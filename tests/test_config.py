@@ -26,7 +26,6 @@ from env import SingleTurnEnv
     ("max_steps=1.5", "'max_steps' = 1.5: must be of type int"),
     ("trainer.beta=-1", "must be at least 0"),
     ("env.ratio=0", "must be above 0"),
-    ("orchestrator.batch_size=0", "must be above 0"),
     ("orchestrator.rollouts_per_example=1", "rollouts_per_example: at least 2"),
     ("orchestrator.batch_size=18", "orchestrator.batch_size: a multiple"),
     ("orchestrator.generation_timeout=900", "generation_timeout: below watchdog"),

@@ -138,7 +138,6 @@ def test_exit_codes_and_causes(tmp_path, capfd, monkeypatch):
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 STEPS = 4
-TASK = "{ num_turns = 1 }"
 HOW = (f"max_steps={STEPS}", "checkpoint.every=2", "eval.every=2", "orchestrator.max_staleness=0")
 HOW += ("trainer.loss=faults:loss",)  # which may hold the run
 PATTERNS = {"agent": "distributed.run", "server": "fake_vllm", "rank": "trainer.py", "orchestrator": "orchestrator.py"}
@@ -160,7 +159,7 @@ class Run:
         self.log = path / f"launch{len(list(path.glob('launch*')))}.log"
         for log in self.dir.glob("logs/*"):
             log.unlink()
-        toml = write_run(path, model, STEPS, TASK)
+        toml = write_run(path, model, STEPS, "{ num_turns = 1 }")
         env = {"SERVER": FAKE_SERVER, "WATCH": "", "RANK": "0"} | env  # schedulers set the last
         self.process = start([*before, "bash", "launch.sh", str(toml), *HOW, *overrides], self.log, **env)
         self.known = {}  # {pid: process} of all that it has been seen to start

@@ -25,10 +25,8 @@ LINEAR = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16}
 SHARED = {"shared_expert_intermediate_size": 32}
-ROUTED = {
-    "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 1,
-}  # fmt: skip
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+ROUTED |= {"n_group": 1, "topk_group": 1}
 PAD = {"pad_token_id": 0}
 FAMILIES = {  # windows are shorter than the rows; dropout and noise are as their configurations have them, or on
     "Qwen2": GROUPED, "Qwen3": ATTENTION, "Llama": ATTENTION, "Mistral": ATTENTION | {"sliding_window": 5},

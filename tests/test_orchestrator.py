@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, all_batches, lines
 from plain_server import PlainServer
-from think_env import DROPS, KEEPS, Turns, letters, noise
+from think_env import DROPS, KEEPS, Turns, letters, noise, rows
 
 import configs
 import env
@@ -29,10 +29,6 @@ from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, e
 
 PAIRS = "orchestrator.rollouts_per_example=2"
 ON_POLICY = "orchestrator.max_staleness=0"
-
-
-def rows(num, prompt="hello"):
-    return [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num)]
 
 
 def single(reward, num=37, prompt="hello", kind=SingleTurnEnv, **more):
@@ -421,7 +417,6 @@ def sequence(**change):
 def test_arrays():
     s = sequence(fields={"place": [0, 1, 2]})
     assert s.mask.tolist() == [False, True, True] and s.adv.tolist() == [0, 1, 1] and s.fields["place"].dtype == "f4"
-    assert not to_arrays(Sequence([1], [True], [0.0], [0], [0.0]), is_masked=True).mask.any()
     wrong = {"mask": [True] * 2}, {"fields": {"x": [1.0]}}, {"old_logp": [0.0, math.nan, 0.0]}
     for change in wrong:
         with pytest.raises(ValueError):

@@ -13,6 +13,10 @@ DROPS = KEEPS.replace(
 )
 
 
+def rows(num, prompt="hello"):
+    return [{"question": f"{prompt} {i}", "answer": str(i)} for i in range(num)]
+
+
 class Turns(MultiTurnEnv):
     def env_response(self, messages, state):
         return [{"role": "user", "content": f"turn {state['turn']}"}]
@@ -33,8 +37,7 @@ def chance(rewards, rollouts):
     return [random.random() for _ in rewards]
 
 
-def load_environment(kind="turns", num_turns=4, num_rows=37):
-    rows = [{"question": f"hello {i}", "answer": str(i)} for i in range(num_rows)]
+def load_environment(kind="turns", num_turns=4):
     if kind == "noise":
-        return SingleTurnEnv(rows, rows[:3], rubric=Rubric([noise]))
-    return Turns(rows, eval_dataset=rows[:3], max_turns=num_turns, rubric=Rubric([letters]))
+        return SingleTurnEnv(rows(37), rows(3), rubric=Rubric([noise]))
+    return Turns(rows(37), eval_dataset=rows(3), max_turns=num_turns, rubric=Rubric([letters]))
