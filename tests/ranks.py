@@ -13,13 +13,13 @@ from configs import load_config
 from tools import replay
 
 
-def replays(runs):
-    """Does what tools/replay.py does for each of them, except that the process group outlives them."""
+def replays(runs, main=replay.main):
+    """Does what tools/replay.py, or another main, does for each, except that the process group outlives them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay.trainer, "start_distributed", lambda cfg: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         for argv in runs:
-            replay.main([str(word) for word in argv])
+            main([str(word) for word in argv])
 
 
 if __name__ == "__main__":

@@ -79,6 +79,10 @@ def test_a_script_makes_no_other_model_than_its_own(make_cfg, tmp_path):
         assert cfg.run.model == hub and not cfg.run.prepare
     with pytest.raises(ConfigError, match="/other': this script makes SmolLM2-135M-Instruct"):
         smollm2.main([str(path)])
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "adapter_config.json").touch()
+    with pytest.raises(ConfigError, match="model: an adapter; tools/export.py --merge"):
+        load_config(path)
 
 
 def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypatch):

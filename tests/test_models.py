@@ -161,7 +161,7 @@ def test_composite_checkpoints(family, lora, make_cfg, models, batch, tmp_path):
     moved = {name for name, w in sent(policy, torch.float32).items() if not torch.equal(w, before[name])}
     assert moved and not any("vision" in name or "visual" in name for name in [*moved, *policy.trained()])
     blocks = trainer.stream_weights(policy.model, torch.float32, cfg.trainer.use_lora)
-    checkpoints.write_final(tmp_path, policy.model, blocks, cfg)
+    checkpoints.write_final(tmp_path / "final", policy.model, blocks, cfg)
     if lora == "true":  # vLLM finds an adapter's modules by the names of the checkpoint, and skips others silently
         names = [name.split(".lora_")[0] for name in sent(policy, torch.float32, only_lora=True)]
         assert len(names) > 8 and {f"{name}.weight" for name in names} <= set(written)

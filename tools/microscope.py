@@ -141,9 +141,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
         if version < starts[state]:
             version = starts[state]
             if version:
-                name = f"checkpoints/step_{version:06d}"
-                os.symlink(run / name, out / name)
-                checkpoints.resume(out, policy, optimizer)
+                checkpoints.load_checkpoint(run / f"checkpoints/step_{version:06d}", policy, optimizer)
         while version < state:
             repeat_step(policy, optimizer, run, version, base)
             version += 1

@@ -53,7 +53,7 @@ def main(argv: list[str]):
         if is_due or step + 1 == len(paths):
             checkpoints.save_checkpoint(run_dir, step + 1, policy, optimizer, cfg)
     blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
-    checkpoints.write_final(run_dir, policy.model, blocks, cfg)
+    checkpoints.write_final(run_dir / "final", policy.model, blocks, cfg)
     trainer.dist.destroy_process_group()
 
 

@@ -63,33 +63,41 @@ def keep_model(run_dir: Path, name: str):
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".json", ".jinja")]
     new = json.dumps({file.name: hashlib.sha256(np.memmap(file, mode="r")[: 1 << 20]).hexdigest() for file in files})
     path = run_dir / "model.json"
-    if next_batch(run_dir) and path.exists() and path.read_text() != new:
+    if not (next_batch(run_dir) and path.exists()):
+        path.write_text(new)
+    elif path.read_text() != new:
         raise ConfigError(f"{run_dir} has begun with other files of {name}: choose another run_name, or remove {path}")
-    path.write_text(new)
 
 
-def resume(run_dir: Path, policy, optimizer) -> int:
-    """Loads the last checkpoint in place, if there is one, and returns its step. Collective."""
-    path = max(run_dir.glob("checkpoints/step_??????"), default=None)
-    step = 0
-    if path:
-        step = int(path.name.removeprefix("step_"))
+def load_checkpoint(path: Path, policy, optimizer: torch.optim.Optimizer | None = None) -> int:
+    """Loads a directory of checkpoints/ in place, and returns its step. Without an optimizer it loads the weights
+    alone. Collective."""
+    state = {"policy": policy.trained()}
+    if optimizer:
         get_optimizer_state_dict(policy, optimizer)  # creates the tensors to load into, by a step with rate 0
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # optimizer.<name>.exp_avg, ...
         parts = {key.rpartition(".")[0] for key in saved}
         for name, p in policy.trained().items():
             if f"optimizer.{name}" not in parts:
                 optimizer.state.pop(p, None)  # no gradient had reached it
-        dcp.load(state_of(policy, optimizer), checkpoint_id=path)
+        state = state_of(policy, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    return int(path.name.removeprefix("step_"))
+
+
+def resume(run_dir: Path, policy, optimizer) -> int:
+    """Loads the last checkpoint, if there is one, and returns its step. Lines of metrics.jsonl from there on go.
+    Collective."""
+    path = max(run_dir.glob("checkpoints/step_??????"), default=None)
+    step = load_checkpoint(path, policy, optimizer) if path else 0
     if dist.get_rank() == 0:
         keep_model(run_dir, policy.model.config.name_or_path)
         cut_lines(run_dir / "metrics.jsonl", step)
     return step
 
 
-def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
-    """Writes final/, which transformers (LoRA: peft) and vLLM load. blocks: of trainer.stream_weights. Collective."""
-    final = run_dir / "final"
+def write_final(final: Path, model, blocks: Iterable[dict], cfg):
+    """Writes a directory for transformers (LoRA: peft) and vLLM. blocks: by trainer.stream_weights. Collective."""
     tensors = {}
     for block in blocks:
         heartbeat()
@@ -105,7 +113,7 @@ def write_final(run_dir: Path, model, blocks: Iterable[dict], cfg):
                 tensors[f"{name}.weight"] = tensors[saved].clone()
         adapters.write(final, tensors, cfg.run.model, cfg.trainer._asdict())
     else:
-        final.mkdir(exist_ok=True)
+        final.mkdir(parents=True, exist_ok=True)
         save_file(tensors, final / "model.safetensors", {"format": "pt"})
         source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
         for file in source.glob("*_config.json"):  # of generation, and of a composite model's images

@@ -1,0 +1,71 @@
+"""Writes what final/ of a run was, or would have been, after so many steps:
+
+    python tools/export.py outputs/run@40 DIR        # by checkpoints/step_000040
+    python tools/export.py outputs/run@best DIR      # by the checkpoint with the best evaluation, of those still there
+    python tools/export.py outputs/run DIR --merge   # by the newest; a LoRA run's whole model in place of its adapter
+
+It only reads the run, which may be going on; CUDA_VISIBLE_DEVICES= keeps it off the run's GPUs. A merged model has
+trainer.dtype, as the base had in training: in 16 bits, its rounding hides the smallest updates."""
+
+import argparse
+import os
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import configs
+import trainer
+from configs.runtime import checkpoints
+from configs.runtime.role import ConfigError, run_role, say
+from tools.show import Lines, restrict
+
+
+def find_checkpoint(run: Path, which: str | None) -> Path:
+    """The checkpoint after `which` steps; "best": the one with the highest mean reward over the environments, on the
+    rows that all evaluations have scored; None: the newest. Raises ConfigError if it is not there."""
+    found = {int(path.name[5:]): path for path in sorted(run.glob("checkpoints/step_??????"))}
+    rewards = defaultdict(list)  # {step: the mean reward of each environment}
+    evals = list(Lines(run / "eval.jsonl").new())
+    restrict(evals)
+    for line in evals:
+        if line["rows"]:
+            rewards[line["step"]].append(line["reward/mean"])
+    if which == "best":
+        steps = sorted(found.keys() & rewards.keys(), key=lambda step: np.mean(rewards[step]))
+    else:
+        steps = [step for step in found if which in (None, str(step))]
+    if not steps:
+        raise ConfigError(f"{run}@{which or ''}: there are checkpoints of {[*found]}, and evaluations of {[*rewards]}")
+    return found[steps[-1]]
+
+
+def main(argv: list[str]):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN[@STEP]")
+    parser.add_argument("out", type=Path, metavar="DIR")
+    parser.add_argument("--merge", action="store_true")
+    args = parser.parse_args(argv)
+    place, which = re.fullmatch(r"(.+?)(?:@(\d+|best))?", args.run).groups()
+    run, out = Path(place).resolve(), args.out.resolve()
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} has files: choose another directory")
+    cfg = configs.load_config(run / "config.toml")
+    path = find_checkpoint(run, which)
+    os.chdir(configs.HERE.parent)  # as launch.sh: a relative path to a model begins there
+    checkpoints.keep_model(run, cfg.run.model)  # raises if the base has changed since
+    trainer.start_distributed(cfg)
+    policy = trainer.build_policy(cfg)
+    step = checkpoints.load_checkpoint(path, policy)
+    cfg.trainer = cfg.trainer._replace(use_lora=cfg.trainer.use_lora and not args.merge)  # what write_final writes
+    blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
+    checkpoints.write_final(out, policy.model, blocks, cfg)
+    say(f"{out}: {'an adapter' if cfg.trainer.use_lora else 'a model'} after {step} steps of {run}")
+    trainer.dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_role("export", "tools.export")
