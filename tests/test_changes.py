@@ -10,7 +10,7 @@ import types
 import conftest
 import pytest
 import torch
-from conftest import ROOT, all_batches, lines
+from conftest import ROOT, all_batches, lines, write_batches
 from plain_server import PlainServer
 from ranks import replays
 from safetensors.torch import load_file
@@ -30,6 +30,7 @@ for name in ("README.md", "configs/README.md"):
     for section in re.split(r"^##+ ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
         if found := re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
             EXAMPLES[section.partition("\n")[0]] = found
+NOTEBOOK = EXAMPLES.pop("From Python")[0][1]
 
 
 def judges(body):
@@ -92,3 +93,16 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
         found.append([load_file(folder / "final" / "model.safetensors"), lines(folder / "metrics.jsonl")])
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0)
     assert [line["loss"] for line in found[0][1]] == [line["loss"] for line in found[1][1]]
+
+
+def test_from_python(make_cfg, tmp_path):
+    make_cfg()
+    replays([[tmp_path / "test.toml", write_batches(tmp_path / "saved", 2), f"output_dir={tmp_path}"]])
+    run_dir = tmp_path / "test-replay-cispo"
+    write_batches(run_dir / "batches", 2)
+    space = {}
+    with PlainServer(lambda body: "served") as server:
+        code = NOTEBOOK.replace("outputs/reverse_text", str(run_dir)).replace("http://127.0.0.1:8000/v1", server.url)
+        replays([[code]], lambda argv: exec(argv[0], space))
+    assert space["step"] == 2 and space["reply"].choices[0].text == "served" and len(space["text"]) > 1
+    assert space["metrics"]["policy/logp"] != lines(run_dir / "metrics.jsonl")[1]["policy/logp"]  # once more

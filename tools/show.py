@@ -225,6 +225,7 @@ def token_effects(run: Path, batch, logp_T) -> dict:
 
 
 def load_tokenizer(run: Path):
+    """The Transformers tokenizer of the model that a run began with."""
     import transformers
 
     from configs import load_config
