@@ -45,7 +45,7 @@ def limits():
         ("lines of the roles", lines, 1050),
         ("tokens of the roles", tokens, 12_500),
         ("tokens a line of the roles", tokens / lines, 12.1),
-        ("lines that a default run executes", total(RUN)[0], 1920),
+        ("lines that a default run executes", total(RUN)[0], 1960),
         ("lines of all but tests", code, 7030),
         ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.75),
         ("words of README.md", words.pop("README.md"), 1100),

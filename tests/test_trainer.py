@@ -1,6 +1,7 @@
 """trainer.py: log-probabilities, losses and steps against float64, ranks, resumption, final/, the canary and syncs."""
 
 import fcntl
+import gzip
 import json
 import math
 import os
@@ -18,12 +19,13 @@ from plain_server import PlainServer
 from ranks import replays
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import configs
 import trainer
 from configs.algorithms import losses
-from configs.runtime import checkpoints
+from configs.runtime import checkpoints, speed
 from configs.runtime.role import ConfigError, DataError, NumericsError, RunError
 
 CPU = torch.device("cpu")
@@ -306,6 +308,20 @@ def test_adamw_and_its_rate(make_cfg, tmp_path):
     assert metrics["optim/skipped"] == 1 and all(p.equal(after[name]) for name, p in policy.trained().items())
 
 
+@pytest.mark.parametrize("lora", ["false", "true"])
+def test_the_share_of_the_peak_against_a_count(lora, make_cfg, tmp_path, monkeypatch):
+    """Of one row without padding. What is counted in attention has no causal half."""
+    cfg = make_cfg(f"trainer.use_lora={lora}")
+    batch = load(tmp_path)
+    only = max(range(13), key=lambda row: (batch.lens[row] % 4 == 0, batch.lens[row]))
+    batch = batch._replace(counts=[num * (row == only) for row, num in enumerate(batch.counts)])
+    policy = trainer.build_policy(cfg)
+    monkeypatch.setattr(speed, "PEAKS", {"": 1e-12})  # on CPUs it is unknown
+    with FlopCounterMode(display=False) as counter:
+        metrics, _ = trainer.train_step(policy, trainer.make_optimizer(policy, cfg.trainer), batch, 1, cfg)
+    assert metrics["perf/mfu"] * metrics["time/train_s"] == pytest.approx(counter.get_total_flops(), rel=0.1)
+
+
 def test_the_schedule(make_cfg):
     def rates(name, *overrides):
         t = make_cfg(f"trainer.lr_scheduler_type={name}", *overrides).trainer
@@ -532,8 +548,9 @@ def test_replays(replay, tmp_path):
     with pytest.raises(ConfigError, match="there is no batch"):
         replay(tmp_path)
     assert not list(tmp_path.glob("test-*"))
-    run_dir = replay(save(tmp_path / "saved", 3), "trainer.lr_scheduler_type=linear", "max_steps=9")
+    run_dir = replay(save(tmp_path / "saved", 3), "trainer.lr_scheduler_type=linear", "trainer.profile_step=1")
     assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    assert json.loads(gzip.decompress((run_dir / "profile_000001.json.gz").read_bytes()))["traceEvents"]
     with pytest.raises(ConfigError, match="# batches was .*saved, now .*moved"):
         replay((tmp_path / "saved").rename(tmp_path / "moved"), "trainer.lr_scheduler_type=linear", "max_steps=9")
     (tmp_path / "other-replay-cispo" / "batches").mkdir(parents=True)

@@ -112,7 +112,13 @@ def test_a_run_that_is_done(write, capfd):
     watch.main([str(run)])
     out = capfd.readouterr().out
     assert "=== step 5, task, row 1, rollout 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
+    assert "time: 12 s, 70% training, 10% waiting for rollouts, 20% syncing\ntime: bound by training: raise" in out
     assert "result: task: right 0.500 (0.000 before), reward 0.200 +- 1.271, gain 0.150 +- 0.635 in 10 steps\n" in out
+
+
+def test_to_wait_in_spite_of_staleness_means_that_sampling_takes_longer(write, capfd):
+    watch.main([str(write(range(3), **{"time/wait_batch_s": 0.3})), "--once"])
+    assert printed(capfd, "time: ")[-1].startswith("time: bound by rollouts: ")
 
 
 def test_an_adapter_is_served_as_the_run_served_it(write, capfd):

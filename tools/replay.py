@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 import trainer
-from configs.runtime import checkpoints
+from configs.runtime import checkpoints, speed
 from configs.runtime.directory import refuse_other, run_directory
 from configs.runtime.role import ConfigError, run_role
 from tools.show import lock
@@ -45,7 +45,8 @@ def main(argv: list[str]):
     for step in range(checkpoints.resume(run_dir, policy, optimizer), len(paths)):
         began = time.perf_counter()
         batch = trainer.load_batch(paths[step])
-        numbers, table = trainer.train_step(policy, optimizer, batch, step, cfg)
+        with speed.profiled(run_dir, step, cfg.trainer):
+            numbers, table = trainer.train_step(policy, optimizer, batch, step, cfg)
         metrics = batch.info["metrics"] | numbers | {"time/step_s": time.perf_counter() - began}
         if trainer.dist.get_rank() == 0:
             checkpoints.log_step(run_dir, step, metrics, table["policy/logp"])

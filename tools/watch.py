@@ -6,7 +6,7 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     === step    a rollout from one in every show_every steps
     eval        the gain of an evaluation over the first one, with 95 % intervals
     warning:    what someone should change, and how; again only if its cause had disappeared in between
-    time:       how much is left, and in the end where it went
+    time:       how much is left, and in the end where it went and what bounds the run
     result:     what was learned, and how to serve and evaluate it
 It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
 environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb gets metrics, evaluations and
@@ -108,10 +108,16 @@ def mismatch(lines: list[dict]) -> str:
     return f"KL(sampler || policy) is {kl:.2f} nats per token: {remedy}" if kl > KL else ""
 
 
+BOUNDS = {  # what to change, by the part of a step that decides how long it takes
+    "train": "training: raise trainer.gpus, or set trainer.compile; perf/mfu and trainer.profile_step tell more",
+    "wait_batch": "rollouts: raise inference.gpus, orchestrator.max_concurrent or max_staleness",
+    "sync": "syncing: give the servers GPUs that the trainer does not use, or send adapters (use_lora with bf16)",
+}
+
+
 def starved(lines: list[dict]) -> str:
     share = mean(lines, "time/wait_batch_s") / mean(lines, "time/step_s")
-    remedy = "raise inference.gpus, orchestrator.max_concurrent or max_staleness"
-    return f"the trainer waits {share:.0%} of the time for rollouts: {remedy}" if share > 0.5 else ""
+    return f"the trainer waits {share:.0%} of the time for {BOUNDS['wait_batch']}" if share > 0.5 else ""
 
 
 # HACK HERE: each gets the last WINDOW lines of metrics.jsonl, with what watch.jsonl has, and returns what is wrong and
@@ -374,8 +380,12 @@ class Watch:
     def end(self):
         whole = self.seconds["step"]
         if whole:
-            train, wait, sync = (self.seconds[part] / whole for part in ("train", "wait_batch", "sync"))
+            train, wait, sync = (self.seconds[part] / whole for part in BOUNDS)
+            # Sampling goes on during training, unless max_staleness is 0: to wait at all means that it takes longer.
+            is_late = wait > 0.1 and self.cfg.orchestrator.max_staleness
+            bound = "wait_batch" if is_late else max(BOUNDS, key=lambda part: self.seconds[part])
             say(f"time: {whole:.0f} s, {train:.0%} training, {wait:.0%} waiting for rollouts, {sync:.0%} syncing")
+            say(f"time: bound by {BOUNDS[bound]}")
         if (self.run / "done").exists():
             say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
             for command in commands(self.run, self.cfg):
