@@ -153,7 +153,7 @@ def make_sequences(num=12, seed=0, vocab=100, longest=24, group=4):
 
 def write_batches(folder, steps=1, change=lambda sequences: None, **shape):
     """`steps` files of random batches, changed by a function of their sequences."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for step in range(steps):
         sequences = make_sequences(seed=step, **shape)
         change(sequences)

@@ -27,6 +27,7 @@ import trainer
 from configs.algorithms import losses
 from configs.runtime import checkpoints, speed
 from configs.runtime.role import ConfigError, DataError, NumericsError, RunError
+from tools import fork
 
 CPU = torch.device("cpu")
 EXACT = {"rtol": 0, "atol": 0}
@@ -551,13 +552,23 @@ def test_replays(replay, tmp_path):
     run_dir = replay(save(tmp_path / "saved", 3), "trainer.lr_scheduler_type=linear", "trainer.profile_step=1")
     assert [line["optim/lr"] for line in lines(run_dir / "metrics.jsonl")] == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
     assert json.loads(gzip.decompress((run_dir / "profile_000001.json.gz").read_bytes()))["traceEvents"]
-    with pytest.raises(ConfigError, match="# batches was .*saved, now .*moved"):
+    with pytest.raises(ConfigError, match="# batches was .*saved.*, now .*moved"):
         replay((tmp_path / "saved").rename(tmp_path / "moved"), "trainer.lr_scheduler_type=linear", "max_steps=9")
     (tmp_path / "other-replay-cispo" / "batches").mkdir(parents=True)
     with open(tmp_path / "other-replay-cispo" / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="belongs to another replay"):
             replay(tmp_path / "moved", "run_name=other")
+
+
+def test_old_batches_go(replay, tmp_path, capfd):
+    """What is left leads to the last checkpoint alone: the one before lacks what orders remember."""
+    saved = tmp_path / "test-replay-cispo" / "batches"
+    run_dir = replay(save(saved, 5), "checkpoint.every=2", "checkpoint.keep_batches=1")
+    assert sorted(path.stem for path in saved.iterdir()) == ["logp_000004", "step_000004"]
+    assert fork.reachable(run_dir) == {0: 0, 5: 5} and (run_dir / "checkpoints" / "step_000004").exists()
+    replay(saved, "run_name=other")
+    assert "replay: begins with" in capfd.readouterr().out
 
 
 # --- servers and the canary -------------------------------------------------------------------------------------------

@@ -32,14 +32,19 @@ SHARED += ["orchestrator.batch_size", "orchestrator.rollouts_per_example", "eval
 
 def reachable(run: Path) -> dict[int, int]:
     """{version: the newest checkpoint before it from which steps that were taken lead to it}; 0 is the model itself. A
-    run that began in another one has batches which that one's configuration trained on."""
+    run that began in another one has batches which that one's configuration trained on. The batch before a checkpoint
+    has what the orders remember."""
+
+    def has(part, step):
+        return (run / "batches" / f"{part}_{step:06d}.safetensors").exists()
+
     mark = run / "parent.json"
     first = json.loads(mark.read_text())["step"] + 1 if mark.exists() else 0
     starts = {0, *(int(path.name[5:]) for path in run.glob("checkpoints/step_??????"))}
     found = {}
-    for version in sorted(start for start in starts if start >= first):
+    for version in sorted(start for start in starts if start >= first and (not start or has("step", start - 1))):
         start = found[version] = version
-        while all((run / "batches" / f"{part}_{version:06d}.safetensors").exists() for part in ("step", "logp")):
+        while has("step", version) and has("logp", version):
             version += 1
             found[version] = start
     return found

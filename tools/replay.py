@@ -15,7 +15,7 @@ import configs
 import trainer
 from configs.runtime import checkpoints, speed
 from configs.runtime.directory import refuse_other, run_directory
-from configs.runtime.role import ConfigError, run_role
+from configs.runtime.role import ConfigError, run_role, say
 from tools.show import lock
 
 
@@ -32,7 +32,9 @@ def main(argv: list[str]):
         raise ConfigError(f"{args.batches}: there is no batch of a step below max_steps")
     cfg.run = cfg.run._replace(max_steps=len(paths))  # where the learning rate's schedule ends
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}")
-    text = f"{configs.to_toml(cfg)}# batches = {args.batches.resolve()}\n"
+    if paths[0].stem != "step_000000":
+        say(f"replay: begins with {paths[0]}, since earlier batches are gone (checkpoint.keep_batches)")
+    text = f"{configs.to_toml(cfg)}# batches = {paths[0].resolve()}\n"
     refuse_other(run_dir, text)
     if (run_dir / "checkpoints" / f"step_{len(paths):06d}").exists():
         raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")

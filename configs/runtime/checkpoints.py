@@ -54,6 +54,10 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
     os.rename(tmp, path)
     for old in sorted(path.parent.glob("step_??????"))[: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
+    first = step - (cfg.checkpoint.keep_batches or step)
+    for file in run_dir.glob("batches/*_??????.safetensors"):  # the newest stays: it has what orders remember
+        if int(file.stem[-6:]) < first:
+            file.unlink()
 
 
 def keep_model(run_dir: Path, name: str):
