@@ -25,7 +25,7 @@ def held(*args):
 
 
 if name == "rename":
-    honest, checkpoints.os = os.rename, SimpleNamespace(rename=held)
+    honest, checkpoints.os = os.rename, SimpleNamespace(rename=held, sync=os.sync)
 elif name:
     module = trainer if hasattr(trainer, name) else checkpoints
     honest = getattr(module, name)

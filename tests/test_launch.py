@@ -327,7 +327,8 @@ def test_a_run_begins_after_a_step_that_was_taken_and_with_as_many_groups(make_c
 
 def test_two_forks_into_one_directory_at_once(make_cfg, tmp_path, monkeypatch):
     """DeepTab #411: the second would remove what the first is making, which then begins with half of the second's."""
-    (tmp_path / "parent" / "checkpoints" / "step_000001").mkdir(parents=True)
+    for part in ("checkpoints/step_000001", "batches/step_000000.safetensors"):
+        (tmp_path / "parent" / part).mkdir(parents=True)
     (tmp_path / "parent" / "config.toml").write_text(to_toml(make_cfg("run_name=parent")))
     argv = [f"{tmp_path}/test.toml", "--from", f"{tmp_path}/parent@0", f"output_dir={tmp_path}"]
     seconds = iter([False, True])
