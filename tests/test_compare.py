@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shlex
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -27,12 +28,13 @@ num = len([*run.glob("start*")])
 (run / f"start{num}").touch()
 time.sleep(600 if cfg.run.max_steps == 7 and num < 2 else 0)
 (run / "config.toml").write_text(to_toml(cfg))
-last = 0.5 + cfg.trainer.learning_rate + cfg.run.seed / 10
+last = 0.5 + cfg.trainer.learning_rate + cfg.run.seed / (10 + cfg.trainer.warmup_steps)
 evals = [{"step": 20 * i, "env": "e", "reward/mean": x, "rows": [x, x], "errors": 0} for i, x in enumerate((0.2, last))]
 for name, lines in (("eval", evals), ("metrics", [{"step": 0}])):
     (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 sys.exit(3 if cfg.trainer.beta and num == 0 else int(cfg.trainer.weight_decay))
 """
+LOSSES = "import configs\nLOSSES = dict.fromkeys(map(str, configs.DEFAULTS.values()), 1)\n"  # of another trainer.py
 GOOD = ["--arm", "low: trainer.learning_rate=0.1", "--arm", "high: trainer.learning_rate=0.2"]
 
 
@@ -66,8 +68,57 @@ def test_a_study(study, tmp_path):
     with pytest.raises(ConfigError, match="low-seed0 belongs to another study: .*trainer.learning_rate=0.3"):
         study("--arm", "low: trainer.learning_rate=0.3")
     (tmp_path / "it.toml").write_text((tmp_path / "it.toml").read_text() + "weight_decay = 0.1\n")
-    with pytest.raises(ConfigError, match="it.toml has changed since the study"):
+    with pytest.raises(ConfigError, match="it.toml, or --until-decided, has changed"):
         study(*GOOD)
+
+
+def test_arms_that_are_code(study, tmp_path):
+    def git(*words):
+        command = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    launch, trainer, other = (tmp_path / f"{name}.py" for name in ("launch", "trainer", "orchestrator"))
+    trainer.write_text(LOSSES)
+    other.write_text(LOSSES.replace("LOSSES", "ADVANTAGES"))
+    (tmp_path / "launch.sh").write_text(f'exec {sys.executable} launch.py "$@"\n')
+    (tmp_path / ".cache" / "toy").mkdir(parents=True)
+    git("init", "-qb", "main")
+    git("add", "*.py", "launch.sh")
+    git("commit", "-qm", "main")
+    git("checkout", "-qb", "branch")
+    trainer.write_text("LOSSES = {'mine': 1}")
+    launch.write_text(LAUNCH.replace("0.5 +", "0.6 +"))
+    git("commit", "-qam", "branch")
+    git("checkout", "-q", "main")
+    launch.write_text(LAUNCH.replace("0.5 +", "0.7 +"))
+    (tmp_path / "it.patch").write_text(git("diff"))
+    launch.write_text(LAUNCH.replace("0.5 +", "0.8 +"))
+    command = ["--arm", "base: @main", "--arm", "mine: @branch trainer.loss=mine", "--arm", f"it: @{tmp_path}/it.patch"]
+    found = study(*command, "--arm", "dirty:", "--seeds", "1")
+    assert [line["score"] for line in found] == pytest.approx([0.501, 0.601, 0.701, 0.801])
+    text = (tmp_path / "out" / "compare.md").read_text()
+    assert text.count('trainer.loss = "cispo"') == 3 and 'trainer.loss = "mine"' in text and "Warning" not in text
+    assert "\nmax_steps = 20\n" in text and "torch 2." in text and text.count("-last = 0.5") == 2
+    assert (tmp_path / "out" / "code" / "mine" / ".cache" / "toy").is_dir()
+    # What has changed does not join it.
+    git("branch", "-qf", "branch", "main")
+    bad = {"out": "@branch has changed since", "x": "@main: .*'trainer.x': unknown", "y": "nothing.*single revision"}
+    for out, arm in {"out": "mine: @branch", "x": "@main trainer.x=1", "y": "@nothing"}.items():
+        with pytest.raises(ConfigError, match=bad[out]):
+            study("--arm", arm, "--out", f"{tmp_path}/{out}")
+
+
+def test_a_grid(study):
+    grid = ["--grid", "trainer.learning_rate=0.1,0.2,0.3", "trainer.loss=grpo,cispo", "--seeds", "1"]
+    drawn = [[line["arm"] for line in study(*grid, "--draw", num)] for num in "2239"]
+    assert drawn[0] == drawn[1] == drawn[2][:2] and len({*drawn[2]}) == 3 and len({*drawn[3]}) == 6
+
+
+def test_seeds_until_it_is_decided(study):
+    arms = [*GOOD[:2], "--arm", "higher: trainer.learning_rate=0.3 trainer.warmup_steps=1"]
+    assert len(study(*arms, "--until-decided", "--seeds", "4")) == 6
+    with pytest.raises(ConfigError, match="--until-decided, has changed"):
+        study(*arms, "--until-decided", "--seeds", "5")
 
 
 def test_a_study_that_is_killed_goes_on(study, tmp_path):
@@ -158,6 +209,23 @@ def test_the_scores_of_a_run():
 def test_statistics_by_hand():
     assert compare.p_value([1.0, 2.0, 3.0]) == pytest.approx(0.0742, abs=1e-4)  # t = 2 / 0.577, 2 degrees of freedom
     assert compare.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+
+
+def test_looking_after_each_seed_is_allowed_for():
+    """Normal scores as in tests/study.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8."""
+    rng = np.random.default_rng(0)
+    limit = np.quantile(compare.peak(rng.standard_normal((100_000, 10))), 0.95)
+    chance, found, seeds = [], [], []
+    halves = (0.026, 0.017, 0.012, 0.014, 0.055), (0.024, 0.024, 0.024, 0.024, 0.126)
+    for difference, *both in zip((0.070, 0.077, 0.084, 0.073, 0.136), *halves):
+        x_RN = rng.normal(0, np.hypot(*both) * 5**0.5 / 2.776, (1000, 10))
+        chance.append((compare.peak(x_RN) > limit).mean())
+        looks = np.array([compare.peak(x_RN[:, :n] + difference) > limit for n in range(3, 11)])
+        found.append(looks[-1].mean())
+        seeds.append(10 - looks[:-1].sum(0).mean())
+    assert abs(np.mean(chance) - 0.05) < 3 * np.sqrt(0.05 * 0.95 / 5000) and min(found) > 0.8 and np.mean(seeds) < 5.5
+    assert [compare.sequential_p(x_N, 10) < 0.05 for x_N in x_RN[:9]] == [*(compare.peak(x_RN[:9]) > limit)]
+    assert compare.sequential_p([0.1] * 5, 10) == compare.sequential_p([0.1, 0.2], 10) == 1
 
 
 def test_what_is_claimed():

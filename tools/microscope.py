@@ -5,7 +5,9 @@
 After it the same held-out rows are answered with the same random numbers, and the policy is scored on the run's next
 batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
 seeds is seen. An arm is a list of overrides of what makes a step (ARM); the first arm is compared with each other one.
-One server serves all. States are reached by replaying batches (tools/fork.py) from checkpoints or the start.
+It cannot be a branch, as in tools/compare.py, since one process holds the policy of all arms: give its loss a name of
+its own beside the old one. One server serves all. States are reached by replaying batches (tools/fork.py) from
+checkpoints or the start.
 
 The numbers: reward, of the held-out rows; agreement, the rank correlation, over the next batch's answers, between the
 log-probability that the step added and the advantage; kl, of before and after on the next batch, in nats per token;
@@ -41,7 +43,7 @@ from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
 from tools.compare import interval, p_value, parse_arms
 from tools.fork import reachable, repeat_step
-from tools.show import positive, with_interval
+from tools.show import with_interval
 
 # What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
 ARM = r"orchestrator\.advantage|trainer\.(loss|loss_args.*|optimizer|learning_rate|lr_scheduler_type|warmup_\w+|beta"
@@ -193,7 +195,7 @@ def main(argv: list[str]):
     parser.add_argument("run", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="of all arms, e.g. of [eval]")
     parser.add_argument("--arm", action="append", required=True, metavar="KEY=VALUE ...")
-    parser.add_argument("--states", type=positive, default=20)
+    parser.add_argument("--states", type=int, default=20)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
     args = parser.parse_intermixed_args(argv)
     run = args.run.resolve()

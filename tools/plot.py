@@ -31,12 +31,6 @@ PANELS = {
 PARTS = {"wait_batch": "1.0", "train": "0.7", "sync": "0.3"}  # of a step, with their shade
 
 
-def read(run: Path) -> list[dict]:
-    """The lines of metrics.jsonl, each with what watch.py has added to it."""
-    added = {line["step"]: line for line in Lines(run / "watch.jsonl").new()}
-    return [added.get(line["step"], {}) | line for line in Lines(run / "metrics.jsonl").new()]
-
-
 def values(metrics: list[dict], key: str) -> list[float]:
     """One value per step, nan where there is none."""
     return [line.get(key, math.nan) for line in metrics]
@@ -54,14 +48,6 @@ def draw_evaluation(axis, run: Path, style: dict):
         axis.plot(values(lines, "step"), values(lines, "pass@1"), color=style["color"], linestyle=":", marker=marker)
 
 
-def draw_spread(axis, metrics: list[dict]):
-    """The 10th to 90th percentile of the training reward, if watch.py has them."""
-    known = [line for line in metrics if "reward/p10" in line]
-    if known:
-        low, high = values(known, "reward/p10"), values(known, "reward/p90")
-        axis.fill_between(values(known, "version"), low, high, color="0.85", label="10th to 90th percentile")
-
-
 def draw_time(axis, metrics: list[dict]):
     """The parts of a step, one above the other."""
     parts = [[line.get(f"time/{name}_s", 0.0) for line in metrics] for name in PARTS]
@@ -75,13 +61,11 @@ def draw(runs: list[Path]):
     fig = Figure(figsize=(13, 6.5), layout="constrained")
     axes = fig.subplots(2, 3)
     for run, style in zip(runs, cycle(STYLES)):
-        metrics = read(run)
+        metrics = list(Lines(run / "metrics.jsonl").new())
         versions = values(metrics, "version")
         draw_evaluation(axes[0, 0], run, style)
         if run is runs[0]:
             draw_time(axes[1, 2], metrics)
-        if len(runs) == 1:
-            draw_spread(axes[0, 1], metrics)
         look = style | {"markevery": max(1, len(metrics) // 8), "markersize": 4, "label": run.name}
         for key, (row, column, _) in PANELS.items():
             axes[row, column].plot(versions, values(metrics, key), **look)

@@ -77,13 +77,6 @@ def run_with(*files: str) -> Callable[[str], Path]:
     return find
 
 
-def positive(text: str) -> int:
-    """A type for argparse."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
 def lock(path: Path, message: str):
     """Locks a file until it, which is returned, is closed, or this process ends. Raises ConfigError with the message if
     another process has locked it."""
@@ -116,11 +109,7 @@ class Lines:
                 if not line.endswith(b"\n"):
                     return
                 self.position += len(line)
-                try:
-                    found = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{self.path}: {line[:80]} ...: {error}") from None
-                yield found
+                yield json.loads(line)
 
 
 def as_messages(text: str | list) -> list[dict]:
@@ -287,7 +276,7 @@ def main(argv: list[str]):
     parser.add_argument("--env")
     parser.add_argument("--row", type=int)
     parser.add_argument("--max-reward", type=float)
-    parser.add_argument("--n", type=positive, default=10, help="rollouts, or groups, to show: 10")
+    parser.add_argument("--n", type=int, default=10, help="rollouts, or groups, to show: 10")
     parser.add_argument("--groups", action="store_true")
     parser.add_argument("--evals", action="store_true")
     args = parser.parse_args(argv)
