@@ -322,9 +322,8 @@ def test_a_faster_server_gets_more_groups(make_cfg):
     """Each answers one request at a time. By turns, the slow one would decide how long all of them take."""
     task = single(lambda: 1.0)
 
-    def server(seconds):
-        also = [*make_cfg().sampling._fields, "return_token_ids", "cache_salt", "logprobs"]
-        return PlainServer(lambda body: time.sleep(seconds) or reply(), also)
+    also = [*make_cfg().sampling._fields, "return_token_ids", "cache_salt", "logprobs"]
+    slow, fast = (PlainServer(lambda body, s=s: time.sleep(s) or reply(), also) for s in (0.1, 0.05))
 
     async def go(cfg):
         client = orchestrator.Client(cfg)
@@ -333,7 +332,7 @@ def test_a_faster_server_gets_more_groups(make_cfg):
         await client.http.close()
         assert all(r.reward == 1 for g in groups for r in g), groups[0][0].error
 
-    with server(0.1) as slow, server(0.05) as fast:
+    with slow, fast:
         urls = [s.url.removesuffix("/v1") for s in (slow, fast)]
         asyncio.run(go(make_cfg(f"inference.urls={json.dumps(urls)}", "orchestrator.max_concurrent=8")))
     assert len(fast.bodies) % 4 == 0 and len(fast.bodies) > 1.4 * len(slow.bodies)

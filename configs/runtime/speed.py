@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 # Tflop/s of dense bf16, by a part of the name that torch.cuda.get_device_name gives; the first one that fits.
 PEAKS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
-PEAKS |= {"L40S": 362, "L40": 181, "L4": 121, "RTX 4090": 165, "RTX 3090": 71}
 
 
 def step_flops(policy, batch, num_tokens: int, num_computed: int) -> float:
