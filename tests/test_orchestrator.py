@@ -234,11 +234,11 @@ def test_requests_that_fail_hang_or_lack_a_number(run):
 
 def test_what_a_template_refuses_is_scored_if_the_policy_said_it(run, tmp_path):
     """As Llama 3's refuses two calls in a turn (unsloth #7426). Lost, they would be in no mean, and never unlearned."""
-    refuses = "{% if m.role == 'assistant' and 'e' in m.content %}{{ raise_exception('so much') }}{% endif %}"
+    refuses = "{% if m.role == 'assistant' and m.content > 'P' %}{{ raise_exception('so much') }}{% endif %}"
     (tmp_path / "refuses.jinja").write_text(KEEPS.replace("{{ m.content }}", refuses + "{{ m.content }}"))
     task = single(noise, kind=Turns, max_turns=2)
     rollouts = lines(run(1, task, template=str(tmp_path / "refuses.jinja")) / "rollouts.jsonl")
-    assert {(r["num_turns"], "e" in r["completion"][0]["content"]) for r in rollouts} == {(1, True), (2, False)}
+    assert {(r["num_turns"], r["completion"][0]["content"] > "P") for r in rollouts} == {(1, True), (2, False)}
     assert not any(r["error"] or r["reward"] is None for r in rollouts)
 
 
