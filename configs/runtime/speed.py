@@ -50,7 +50,7 @@ def rates(policy, batch, num_tokens: int, num_computed: int, seconds: float) -> 
 
 def profiled(run_dir: Path, step: int, t) -> contextlib.AbstractContextManager:
     """Around train_step: at trainer.profile_step, rank 0 writes a trace of it, which ui.perfetto.dev opens."""
-    if step != t.profile_step or dist.get_rank() > 0:
+    if not step or step != t.profile_step or dist.get_rank() > 0:
         return contextlib.nullcontext()
     path = str(run_dir / f"profile_{step:06d}.json.gz")
     return torch.profiler.profile(on_trace_ready=lambda profile: profile.export_chrome_trace(path))
