@@ -51,11 +51,6 @@ ARM += r"|weight_decay|adam_beta2|max_grad_norm|updates_per_batch|minibatches)"
 SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 
-def snapshot(policy, optimizer) -> dict:
-    """A copy of what a step changes."""
-    return tree_map(lambda x: x.detach().clone(), checkpoints.state_of(policy, optimizer))
-
-
 def optimizer_at(policy, t, kept: dict):
     """An optimizer of these settings, and the policy, in the state that was kept."""
     optimizer = trainer.make_optimizer(policy, t)
@@ -147,7 +142,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
         while version < state:
             repeat_step(policy, optimizer, run, version, base)
             version += 1
-        kept = snapshot(policy, optimizer)
+        kept = tree_map(lambda x: x.detach().clone(), checkpoints.state_of(policy, optimizer))
         later = trainer.load_batch(path_of(run, state + 1))
         before_T = score(policy, later, base)
         # 2. A step of each arm, and what has come of it.

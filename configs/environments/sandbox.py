@@ -12,7 +12,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import select
 import shlex
 import signal
@@ -24,6 +23,8 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+import psutil
 
 from configs.runtime.role import ConfigError
 
@@ -219,7 +220,7 @@ def is_inside(path: str | Path, folders: Iterable[str]) -> bool:
 def bind_read_only(path: str) -> list[str]:
     """Returns shell lines that show a path in NEW_ROOT. Each mount point below it must be made read-only on its own."""
     lines = [f"mount -n --rbind {shlex.quote(path)} {shlex.quote(NEW_ROOT + path)}"]
-    mounts = mount_points()
+    mounts = [(mount.mountpoint, mount.opts.split(",")) for mount in psutil.disk_partitions(all=True)]
     below = [point for point, _ in mounts if point != path and is_inside(point, [path])]
     for point in [path, *below]:
         # The longest mount point above it is the one it belongs to.
@@ -230,16 +231,6 @@ def bind_read_only(path: str) -> list[str]:
             flags = ",".join(["remount,bind,ro", *kept])
             lines.append(f"mount -n -o {flags} {shlex.quote(NEW_ROOT + point)}")
     return lines
-
-
-def mount_points() -> list[tuple[str, list[str]]]:
-    """Returns [(path, options)] of this machine's mounts."""
-    found = []
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields = line.split()
-        path = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        found.append((path, fields[5].split(",")))
-    return found
 
 
 def wait(process: subprocess.Popen, timeout_s: float):

@@ -28,5 +28,7 @@ def quick(completion, answer, turn):
 
 def load_environment(most=30, max_turns=6):
     question = f"Guess my number from 1 to {most}. Answer with one number."
-    rows = [{"question": question, "answer": number} for number in range(1, most + 1)]
+    game = [question, "15", "Lower.", "7", "Higher.", "11", "Higher.", "13", question]  # an example
+    prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(game)]
+    rows = [{"prompt": prompt, "answer": number} for number in range(1, most + 1)]
     return HigherLower(rows, max_turns, eval_dataset=rows, rubric=Rubric([found, quick], [0.8, 0.2]))
