@@ -11,6 +11,7 @@ the request's seed, so runs repeat exactly. FAKE in the environment, or a POST t
      "log": "path",                  the requests go there, one a line
      "stop": true,                   no answer counts as cut off
      "teacher": "short",             the last token of a prompt is not scored
+     "max_model_len": 256,           in place of the command line's
      "discard": true,                weights are received and thrown away
      "orphan": true}                 its engine outlives it, as vLLM's does with tensor parallelism
 
@@ -130,6 +131,7 @@ class Server:
         self.template = self.tokenizer.chat_template
         self.lock = asyncio.Lock()
         self.num = 0  # requests
+        self.longest = args.max_model_len
         self.unseeded = count()
         self.running = asyncio.Event()
         self.running.set()
@@ -137,6 +139,7 @@ class Server:
     async def fake(self, request):
         FAKE.clear()
         FAKE.update(await request.json())
+        self.args.max_model_len = FAKE.get("max_model_len", self.longest)
         self.network.model.load_state_dict(self.network.first)
         self.num = 0
 

@@ -76,8 +76,8 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
     monkeypatch.setattr(replay, "trainer", as_role(patched / "trainer.py", monkeypatch))
     # 1. Three batches, which have what the example adds.
     keys = [f"{key}={value}" for key, value in settings.items() if key != "env.id"]
-    agent = ("max_seq_len=64", "inference.args.enable_auto_tool_choice=true", "orchestrator.max_staleness=0")
-    run_dir = run(3, f'[env]\nid = "{settings["env.id"]}"', *agent, *keys, fake={"stop": True})
+    agent = ("max_seq_len=256", "inference.args.enable_auto_tool_choice=true", "orchestrator.max_staleness=0")
+    run_dir = run(3, f'[env]\nid = "{settings["env.id"]}"', *agent, *keys, fake={"stop": True, "max_model_len": 256})
     batches = all_batches(run_dir)
     assert len(batches) == 3
     if "Replay" in title:

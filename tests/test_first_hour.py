@@ -1,10 +1,7 @@
 """tests/gpu/: the report of a GPU's first hour, and checks of values, which here run on the CPU."""
 
 import json
-import queue
 import sys
-import threading
-from types import SimpleNamespace
 
 from conftest import ROOT
 
@@ -16,9 +13,7 @@ import values
 def test_the_first_hour(tmp_path, models, monkeypatch):
     """Each step goes on when another fails; the table has what runs have written."""
     (tmp_path / "a.toml").write_text(values.TOML.format(models["untied"]))
-    threads = SimpleNamespace(Queue=queue.Queue, Process=threading.Thread)
-    monkeypatch.setattr(values.torch.multiprocessing, "get_context", lambda kind: threads)
-    assert values.check_kernels(tmp_path / "a.toml") and values.check_sync("gloo", num=2)
+    assert values.check_kernels(tmp_path / "a.toml")
     monkeypatch.setattr(first_hour, "REPORT", tmp_path / "out" / "first_hour.md")
     commands = {"machine": (["no-such-program"], 1), "values": ([sys.executable, "-c", "print('PASS 1')"], 1)}
     monkeypatch.setattr(first_hour, "steps", lambda *models: commands)
