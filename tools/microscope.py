@@ -37,7 +37,6 @@ import orchestrator
 import trainer
 from configs.runtime import checkpoints
 from configs.runtime.directory import run_directory, to_json
-from configs.runtime.machine import look_around
 from configs.runtime.role import ConfigError, run_role, say
 from env import load_environment
 from launch import COMMON, KILLED_WITH_PARENT, plan
@@ -219,7 +218,7 @@ def main(argv: list[str]):
         (out / part).mkdir(parents=True)
     os.environ["ROLEMODEL_RUN_ID"] = out.name
     tmp = f"/proc/{os.getpid()}/fd/{os.open(out, os.O_RDONLY)}/tmp"  # short, as in launch.py
-    roles = {role.name: role for role in plan(cfg, look_around(configs.load_config(file, given), [], tmp))}
+    roles = {role.name: role for role in plan(configs.load_config(file, given), [], tmp)}
     os.environ.update(COMMON | os.environ | roles["trainer"].env)
     cfg = configs.load_config(file, given)  # with the server's address
     env = os.environ | roles["inference"].env

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.runtime.directory import cut_lines, next_batch
-from configs.runtime.role import ConfigError, heartbeat, say
+from configs.runtime.directory import cut_lines, keep, next_batch
+from configs.runtime.role import heartbeat, say
 from configs.serving import adapters
 
 
@@ -61,16 +61,12 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
 
 
 def keep_model(run_dir: Path, name: str):
-    """Writes model.json, a fingerprint of the beginning of each of the model's files. Raises ConfigError if a run that
-    has begun had other ones, as after a new revision: its adapters and batches are of those."""
+    """Keeps a fingerprint of the beginning of each of the model's files: after a new revision, a run's adapters and
+    batches would be of others."""
     folder = Path(transformers.utils.cached_file(name, "config.json")).parent
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".json", ".jinja")]
-    new = json.dumps({file.name: hashlib.sha256(np.memmap(file, mode="r")[: 1 << 20]).hexdigest() for file in files})
-    path = run_dir / "model.json"
-    if not (next_batch(run_dir) and path.exists()):
-        path.write_text(new)
-    elif path.read_text() != new:
-        raise ConfigError(f"{run_dir} has begun with other files of {name}: choose another run_name, or remove {path}")
+    new = {file.name: hashlib.sha256(np.memmap(file, mode="r")[: 1 << 20]).hexdigest() for file in files}
+    keep(run_dir / "model.json", new, next_batch(run_dir))
 
 
 def load_checkpoint(path: Path, policy, optimizer: torch.optim.Optimizer | None = None) -> int:
