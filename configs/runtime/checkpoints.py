@@ -66,7 +66,8 @@ def keep_model(run_dir: Path, name: str):
     folder = Path(transformers.utils.cached_file(name, "config.json")).parent
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".json", ".jinja")]
     new = {file.name: hashlib.sha256(np.memmap(file, mode="r")[: 1 << 20]).hexdigest() for file in files}
-    keep(run_dir / "model.json", new, next_batch(run_dir))
+    path = run_dir / "model.json"
+    keep(path, new, path.exists() and next_batch(run_dir))  # a replay's batches, or the first, may be there before it
 
 
 def load_checkpoint(path: Path, policy, optimizer: torch.optim.Optimizer | None = None) -> int:
