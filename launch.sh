@@ -50,6 +50,7 @@ fi || exit 2
 
 ulimit -c 0 -n "$(ulimit -Hn)"
 export PYTHONUTF8=1 # whatever the locale
+[ "$KIND" = gpu ] || export CUDA_VISIBLE_DEVICES= # the builds for CPUs see no GPU, and the roles must agree
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null ||
     export HF_HUB_OFFLINE=1 # no network: nothing waits for one
 [[ ! " $* " =~ " --from " ]] || exec "$python" tools/fork.py "$config" "${@:2}" # which ends in launch.py

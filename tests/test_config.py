@@ -36,6 +36,7 @@ from env import SingleTurnEnv
     ("trainer.sync_host=10.0.0.1", "allow_remote"),
     ("run_name=../there", "run_name"),
     ("max_steps=None", "max_steps=None"),
+    ("tracker", "tracker: Expected"),
     ("trainer.max_grad_norm=inf", "'trainer.max_grad_norm' = inf"),
     ("trainer.loss_args.ratio_cap=inf", "'trainer.loss_args' = .*inf"),
     ("env.args.day=2026-11-28", "'env.args' = .*date"),
@@ -52,6 +53,7 @@ def test_overrides(make_cfg):
     assert type(cfg.trainer.beta) is float and cfg.run.run_name == "7" and make_cfg().run.run_name == "test"
     assert make_cfg("inference.args.port_x=1").inference.args["tensor_parallel_size"] == 1
     assert make_cfg("env.args.a=1", "env.args={}", "env.args.b=2").env[0].args == {"b": 2}
+    assert [env.id for env in make_cfg('env=[{id = "a"}, {id = "b"}]', "env.ratio=2.0").env] == ["a", "b"]
     assert make_cfg("inference.allow_remote=true", "trainer.sync_host=10.0.0.1").trainer.sync_host == "10.0.0.1"
 
 

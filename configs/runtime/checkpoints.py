@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +96,8 @@ def resume(run_dir: Path, policy, optimizer) -> int:
     return step
 
 
-def write_final(final: Path, model, blocks: Iterable[dict], cfg):
-    """Writes a directory for transformers (LoRA: peft) and vLLM. blocks: by trainer.stream_weights. Collective."""
+def write_final(final: Path, model, blocks, cfg):
+    """Writes a directory for transformers (LoRA: peft) and vLLM. blocks: of trainer.stream_weights. Collective."""
     tensors = {}
     for block in blocks:
         heartbeat()

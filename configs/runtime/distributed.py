@@ -1,14 +1,13 @@
 """Process groups, and torch.compile under FSDP2."""
 
 import os
-from argparse import Namespace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 
-def start_distributed(cfg: Namespace):
+def start_distributed(cfg):
     """Joins torchrun's ranks, or is the only rank without it. Ranks wait for one another twice as long as run.watchdog
     waits for all of them, so that the watchdog fires first."""
     limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))

@@ -18,7 +18,7 @@ def step_flops(policy, batch, num_tokens: int, num_computed: int) -> float:
     A parameter takes 2 flops a token forward, 2 for the gradient of its input and, if it is trained, 2 for its own. The
     head sees loss tokens alone, and a token only some experts. Attention takes twice as much backward as forward, and
     in each layer a token looks back over half of its sequence. Not counted: what is recomputed in backward, and scores
-    by a reference."""
+    before the first update."""
     config = policy.model.config.get_text_config()
     num_experts = getattr(config, "num_experts_per_tok", None)  # of each token
 
