@@ -80,7 +80,7 @@ def test_arms_that_are_code(study, tmp_path):
     launch, trainer, other = (tmp_path / f"{name}.py" for name in ("launch", "trainer", "orchestrator"))
     trainer.write_text(LOSSES)
     other.write_text(LOSSES.replace("LOSSES", "ADVANTAGES"))
-    (tmp_path / "launch.sh").write_text(f'exec {sys.executable} launch.py "$@"\n')
+    (tmp_path / "launch.sh").write_text(f'exec "{sys.executable}" launch.py "$@"\n')
     (tmp_path / ".cache" / "toy").mkdir(parents=True)
     git("init", "-qb", "main")
     git("add", "*.py", "launch.sh")
