@@ -6,7 +6,8 @@ the request's seed, so runs repeat exactly. FAKE in the environment, or a POST t
      "uniform": true,                tokens are drawn from all alike, without the network, in no time
      "generate_s": 1.0,              seconds before every answer
      "slow": [50, 10.0],             every 50th takes 10 s more
-     "generate 3": "500",            the third request fails; "close": without an answer; "hang": never answers;
+     "generate 3": "500",            the third request fails; "400": by a validation error of the server's own;
+                                     "close": without an answer; "hang": never answers;
                                      "logprobs": one is missing
      "log": "path",                  the requests go there, one a line
      "stop": true,                   no answer counts as cut off
@@ -211,8 +212,8 @@ class Server:
         fault = FAKE.get(f"generate {self.num}")
         every, seconds = FAKE.get("slow", (10**9, 0))
         wait = FAKE.get("generate_s", 0) + (seconds if self.num % every == 0 else 0)
-        if fault == "500":
-            raise Refused(500, "fault asked for")
+        if fault in ("400", "500"):
+            raise Refused(int(fault), "1 validation error")
         if fault == "close":
             request.transport.abort()
         await asyncio.sleep(3600 if fault == "hang" else wait)

@@ -91,12 +91,12 @@ def test_each_conversation_is_a_sequence_with_its_agents_reward_and_each_token_i
     found = {place: [] for place in rollouts}
     sequences = all_batches(run_dir)[0].sequences
     for s in sequences:
-        found[s["group"], s["rollout"]].append((s["agent"], sorted({*s["turn"][s["mask"]].tolist()})))
+        found[s["group"], s["rollout"]].append((s["agent"], sorted({*s["turn"][s["mask"]].tolist()}), 1 / s["share"]))
         others = [x["reward"] for x in sequences if (x["group"], x["turn"][-1]) == (s["group"], s["turn"][-1])]
         assert s["reward"] == rollouts[s["group"], s["rollout"]]["agent_rewards"][s["agent"]] and len(others) == 4
         assert s["adv"][s["mask"]] == pytest.approx(s["reward"] - sum(others) / 4)
     for place, r in rollouts.items():
-        assert found[place] == [("", [0, 2, 4]), ("", [1, 3]), ("", [5, 6]), ("solver", [7])]
+        assert found[place] == [("", [0, 2, 4], 3), ("", [1, 3], 3), ("", [5, 6], 3), ("solver", [7], 1)]
         assert len(r["prompt"]) == 1 and len(r["completion"]) == 5 and r["metrics"]["agent_requests"] == 10
 
 

@@ -90,7 +90,7 @@ def test_rubrics():
         return len(completion[-1]["content"]) * scale
 
     rubric = Rubric([exact, length], [1.0, -0.3], scale=2)
-    state = {"completion": [{"content": "abc"}], "answer": "abc", "step": 3}
+    state = {"completion": [{"content": "abc"}], "answer": "abc", "step": 3, "scale": 5}
     assert score(rubric, state) == (pytest.approx(1 - 0.3 * 6), {"exact": 1.0, "length": 6.0})
     assert state["reward_weights"] == {"exact": 1.0, "length": -0.3}
     assert score(Rubric([exact], [0]), state) == (0.0, {"exact": 1.0})

@@ -226,7 +226,7 @@ def test_what_ends_a_run(run, mix):
 
 def test_requests_that_fail_hang_or_lack_a_number(run):
     """One that fails is asked again."""
-    fake = {"generate 2": "hang", "generate 4": "close", "generate 6": "500", "generate 9": "logprobs"}
+    fake = {f"generate {n}": fault for n, fault in {2: "hang", 4: "close", 6: "500", 7: "400", 9: "logprobs"}.items()}
     rollouts = lines(run(3, single(noise), "orchestrator.generation_timeout=2", fake=fake) / "rollouts.jsonl")
     found = Counter(r["error"].split(":")[0] for r in rollouts)
     assert found == {"": len(rollouts) - 2, "TimeoutError": 1, "ValueError": 1}
@@ -408,16 +408,16 @@ def test_a_turn_extends_the_longest_beginning_of_its_prompt():
     assert [s.tokens for s in found[3:]] == [[1, 2], [1, 2, 9, 1, 8], [1, 2]]
 
 
-def sequence(**change):
+def sequence(is_masked=False, **change):
     given = {"tokens": [1, 2, 3], "mask": [True] * 3, "old_logp": [-1.0] * 3, "turn": [0] * 3, "adv": [1.0] * 3}
-    return to_arrays(Sequence(**given | change))
+    return to_arrays(Sequence(**given | change), is_masked)
 
 
 def test_arrays():
     s = sequence(fields={"place": [0, 1, 2]})
     assert s.mask.tolist() == [False, True, True] and s.adv.tolist() == [0, 1, 1] and s.fields["place"].dtype == "f4"
-    wrong = {"mask": [True] * 2}, {"fields": {"x": [1.0]}}, {"old_logp": [0.0, math.nan, 0.0]}
-    for change in wrong:
+    assert not sequence(is_masked=True).adv.any()
+    for change in ({"mask": [True] * 2}, {"fields": {"x": [1.0]}}, {"old_logp": [0.0, math.nan, 0.0]}):
         with pytest.raises(ValueError):
             sequence(**change)
 
@@ -523,11 +523,11 @@ def test_an_environments_own_advantages_and_fields_reach_the_file(run):
         async def add_fields(self, sequences):
             for s in sequences:
                 s.fields["place"] = list(range(len(s.tokens)))
-                s.adv[1] = 0.5
+                s.adv[1] = -0.5
 
     ((_, sequences),) = all_batches(run(1, single(noise, kind=Adds)))
     for s in sequences:
-        assert s["mask"][1] and s["adv"][1] == 0.5 and np.isnan(s["old_logp"][1])
+        assert s["mask"][1] and s["adv"][1] == -0.5 and np.isnan(s["old_logp"][1])
         assert s["place"].tolist() == list(range(len(s["tokens"])))
         rewards = [other["reward"] for other in sequences if other["group"] == s["group"]]
         assert np.allclose(s["adv"][~np.isnan(s["old_logp"])], s["reward"] - np.mean(rewards))
