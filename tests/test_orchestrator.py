@@ -202,7 +202,7 @@ def test_a_metric_may_be_missing(run):
             state["info"]["x"] = math.inf
             return reward, metrics | {"never": None, "sure": np.float32(0.5) if reward % 1 > 0.5 else math.nan}
 
-    run_dir = run(1, SingleTurnEnv(rows(37), eval_dataset=rows(8), rubric=Sometimes([noise])), "eval.every=1")
+    run_dir = run(1, SingleTurnEnv(rows(37), eval_dataset=rows(37), rubric=Sometimes([noise])), "eval.every=1")
     text = "".join(path.read_text() for path in run_dir.glob("*.jsonl"))
     assert not any(word in text for word in ("NaN", "Infinity", "never")) and '"x": null' in text
     rollouts = lines(run_dir / "rollouts.jsonl")
