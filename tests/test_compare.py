@@ -212,20 +212,21 @@ def test_statistics_by_hand():
 
 
 def test_looking_after_each_seed_is_allowed_for():
-    """Normal scores as in tests/study.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8."""
+    """Normal scores as in tests/study.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8. Of
+    the five pairs 80% are found with half the seeds of a fixed design of 12, though the last one seldom."""
     rng = np.random.default_rng(0)
-    limit = np.quantile(compare.peak(rng.standard_normal((100_000, 10))), 0.95)
-    chance, found, seeds = [], [], []
+    limit = np.quantile(compare.peak(rng.standard_normal((100_000, 12))), 0.95)
+    chance, found, early = [], [], []
     halves = (0.026, 0.017, 0.012, 0.014, 0.055), (0.024, 0.024, 0.024, 0.024, 0.126)
     for difference, *both in zip((0.070, 0.077, 0.084, 0.073, 0.136), *halves):
-        x_RN = rng.normal(0, np.hypot(*both) * 5**0.5 / 2.776, (1000, 10))
+        x_RN = rng.normal(0, np.hypot(*both) * 5**0.5 / 2.776, (1000, 12))
         chance.append((compare.peak(x_RN) > limit).mean())
-        looks = np.array([compare.peak(x_RN[:, :n] + difference) > limit for n in range(3, 11)])
-        found.append(looks[-1].mean())
-        seeds.append(10 - looks[:-1].sum(0).mean())
-    assert abs(np.mean(chance) - 0.05) < 3 * np.sqrt(0.05 * 0.95 / 5000) and min(found) > 0.8 and np.mean(seeds) < 5.5
-    assert [compare.sequential_p(x_N, 10) < 0.05 for x_N in x_RN[:9]] == [*(compare.peak(x_RN[:9]) > limit)]
-    assert compare.sequential_p([0.1] * 5, 10) == compare.sequential_p([0.1, 0.2], 10) == 1
+        looks = np.array([compare.peak(x_RN[:, :n] + difference) > limit for n in (6, 12)])
+        early.append(looks[0].mean())
+        found.append(looks[1].mean())
+    assert abs(np.mean(chance) - 0.05) < 3 * np.sqrt(0.05 * 0.95 / 5000) and min(found) > 0.9 and np.mean(early) > 0.8
+    assert [compare.sequential_p(x_N, 12) < 0.05 for x_N in x_RN[:9]] == [*(compare.peak(x_RN[:9]) > limit)]
+    assert compare.sequential_p([0.1] * 5, 12) == compare.sequential_p([0.1, 0.2], 12) == 1
 
 
 def test_what_is_claimed():

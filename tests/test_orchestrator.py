@@ -109,11 +109,14 @@ def test_a_mix_is_trained_at_its_ratio(run, mix):
         (0, "slow"), (0, "fast"), (3, "slow"), (3, "fast")]  # fmt: skip
 
 
-def test_the_same_batches_after_a_kill_and_with_more_under_way(run, tmp_path):
+@pytest.mark.parametrize("adapters", [False, True])
+def test_the_same_batches_after_a_kill_and_with_more_under_way(run, tmp_path, adapters):
     """Rows are a function of the slot: what a killed run left half written is written again. A factor of 2 samples
-    replacements of dropped groups ahead, and nobody hears of those that turn out not to be needed."""
+    replacements of dropped groups ahead, and nobody hears of those that turn out not to be needed. With adapters a kill
+    may cut off the evaluation of the version before."""
     task = single(letters, num=16)
-    how = (ON_POLICY, PAIRS, "eval.every=2", "seed=1")
+    how = [ON_POLICY, PAIRS, "eval.every=2", "seed=1"]
+    how += ["trainer.use_lora=true", "trainer.dtype=bf16"] if adapters else []
     run(5, task, *how)
     run_dir = tmp_path / "run"
     whole = tmp_path / "whole"
@@ -130,24 +133,31 @@ def test_the_same_batches_after_a_kill_and_with_more_under_way(run, tmp_path):
     run(5, task, *how, "orchestrator.oversampling_factor=1.5", fake={"log": str(log)})
     assert_same()
     assert len(log.read_text().splitlines()) > len(lines(whole / "rollouts.jsonl")) + 4 * 3
-    for step in (2, 3, 4):
+    for step in (2, 3, 4)[adapters:]:
         (run_dir / "batches" / f"step_{step:06d}.safetensors").unlink()
     (run_dir / "batches" / "step_000002.tmp").write_text("half")
     (run_dir / "version").unlink()  # as launch.py does
     with open(run_dir / "rollouts.jsonl", "a") as file:
         file.write('{"step": 2, "half')
+    if adapters:
+        path = run_dir / "eval.jsonl"
+        path.write_text(path.read_text().partition('{"step": 2')[0] + '{"step": 2, "half')
     run(5, task, *how)
     assert_same()
 
 
-def test_where_a_run_goes_on(tmp_path):
+def test_where_a_run_goes_on(tmp_path, make_cfg):
+    cfg = make_cfg("trainer.use_lora=true", "trainer.dtype=bf16", "eval.every=5")
     for name in ("batches", "checkpoints/step_000004", "checkpoints/step_000009.tmp"):
         (tmp_path / name).mkdir(parents=True)
-    assert orchestrator.resume(tmp_path) == (4, {})
+    assert orchestrator.resume(tmp_path, cfg) == (4, 4, {})
     for step, start in ((1, 4), (4, 5), (5, 6)):
         path = tmp_path / "batches" / f"step_{step:06d}.safetensors"
         orchestrator.save_batch(path, [sequence()], {"order": {"e": step}})
-        assert orchestrator.resume(tmp_path) == (start, {"e": step})
+        (tmp_path / "eval.jsonl").write_text('{"step": 5, "env": "e"}\n')
+        assert orchestrator.resume(tmp_path, cfg) == (start, start, {"e": step})
+    (tmp_path / "eval.jsonl").write_text('{"step": 5, "env"')  # of version 5, to which the trainer comes back
+    assert orchestrator.resume(tmp_path, cfg) == (6, 5, {"e": 5})
 
 
 def test_rows_are_a_function_of_the_slot(make_cfg):
@@ -550,17 +560,26 @@ def test_evaluations_by_hand():
     assert {key: found[key] for key in expected} == pytest.approx(expected)
 
 
-def test_evaluations_are_asked_alike_at_every_version(run, tmp_path):
-    """And however long they take: the trainer waits for them."""
+@pytest.mark.parametrize("adapters", [False, True])
+def test_evaluations_are_asked_alike_at_every_version(run, tmp_path, adapters):
+    """And however long they take: the trainer waits for them, with adapters one step later."""
+    batches = tmp_path / "run" / "batches"
 
     class Slow(SingleTurnEnv):
         async def rollout(self, state, generate):
-            await asyncio.sleep(0 if "train" in state["prompt"][0]["content"] else 0.5)
+            if "train" not in state["prompt"][0]["content"]:
+                batch = batches / f"step_{state['step']:06d}.safetensors"
+                while adapters and state["step"] == 0 and not batch.exists():
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)
+                assert batch.exists() == (adapters and state["step"] == 0)
             await super().rollout(state, generate)
 
     log = tmp_path / "log"
-    how = ("eval.every=1", "eval.temperature=0.5", "eval.max_tokens=3", "eval.rollouts_per_example=2")
-    run(1, single(noise, prompt="train", kind=Slow), *how, "eval.num_examples=2", ON_POLICY, fake={"log": str(log)})
+    how = ["eval.every=1", "eval.temperature=0.5", "eval.max_tokens=3", "eval.rollouts_per_example=2", ON_POLICY]
+    how += ["trainer.use_lora=true", "trainer.dtype=bf16"] if adapters else []
+    task = single(noise, prompt="train", kind=Slow)
+    run_dir = run(2, task, *how, "eval.num_examples=2", fake={"log": str(log)})
     asked = {}
     for body in map(json.loads, log.read_text().splitlines()):
         if "train" in body["messages"][0]["content"]:
@@ -568,5 +587,6 @@ def test_evaluations_are_asked_alike_at_every_version(run, tmp_path):
         else:
             assert body["temperature"] == 0.5 and body["max_tokens"] == 3
             asked.setdefault(body["cache_salt"], []).append((body["seed"], body["messages"][0]["content"]))
-    first, second = map(sorted, asked.values())
-    assert first == second and len(set(first)) == 4
+            assert body["model"] == "run" + f"-v{body['cache_salt'][-1]}" * adapters
+    first, second, _ = map(sorted, asked.values())
+    assert first == second and len(set(first)) == 4 and not any(e["errors"] for e in lines(run_dir / "eval.jsonl"))

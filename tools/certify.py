@@ -191,11 +191,14 @@ def certify_loss(loss: Loss) -> Report:
     details += f", depends on {' and '.join(depends)}" if depends else ""
     is_right = None if "the entropy" in depends else bool(kind) and not depends  # methods may weigh tokens by it
     hint = "is the ratio not detached?" if "logp" in depends else ""
+    if "the sign of A" in depends and not hint:
+        hint = "some methods mean that, as RAFT++"
     report.add(is_right, "where logp = old_logp it is REINFORCE", details, hint)
     for name, other_T in others.items():
         other_N = weight(**{name: other_T})
         if change(other_N, weight_N) > 1e-6:
-            details = f"{other_N[row_T[trained_T] % 2 == 1].mean():.3g} on average where it is {other_T[-1]:.3g}"
+            value = "old_logp - 1" if name.endswith("logp") else f"{other_T[-1]:.3g}"
+            details = f"{other_N[row_T[trained_T] % 2 == 1].mean():.3g} on average where it is {value}"
             report.add(None, f"the weight depends on {name}", details)
     # 4. Where A = 0, a KL and the entropy are left.
     still = batch | {"adv": 0 * adv_T}
@@ -299,8 +302,8 @@ def certify_advantage(advantage: Callable) -> Report:
         if np.abs(moved).max() > 1e-9:
             report.add(None, f"depends on {name}", f"{moved[1::2].mean():.2g} more where it is {FIELDS[name][1]}")
     if not learns:
-        details = f"advantages up to {first.max():.2g}, which success does not earn; nothing else is asked of it"
-        report.add(None, "a control, or a teacher's", details)
+        details = f"advantages up to {np.abs(first).max():.2g}; nothing else is asked of it"
+        report.add(None, "no success is learned from: a control, or a teacher's", details)
         return report
     orders = [rng.permutation(8) for _ in range(9)]
     moved = max(np.abs(of(rewards_G[order]) - first[order]).max() for order in orders)
@@ -314,7 +317,8 @@ def certify_advantage(advantage: Callable) -> Report:
         earned = np.eye(8, 3)
         adv_K = of(earned.sum(1), state=[{"turn_rewards": own} for own in earned.tolist()])[1]
         what = "what the second turn earns is the first two's, not the third's"
-        report.add((adv_K > 0).tolist() == [True, True, False], what, ", ".join(f"{adv:.2g}" for adv in adv_K))
+        is_right = None if np.ptp(adv_K) == 0 else (adv_K > 0).tolist() == [True, True, False]
+        report.add(is_right, what, ", ".join(f"{adv:.2g}" for adv in adv_K))
     # 4. The function of the rewards.
     draws = rng.random((100, 8))
     rises, slight = ([of(r_G + x * np.eye(8)[0])[0, 0] - of(r_G)[0, 0] for r_G in draws] for x in (0.5, 0.001))
