@@ -317,7 +317,7 @@ def certify_advantage(advantage: Callable) -> Report:
         earned = np.eye(8, 3)
         adv_K = of(earned.sum(1), state=[{"turn_rewards": own} for own in earned.tolist()])[1]
         what = "what the second turn earns is the first two's, not the third's"
-        is_right = None if np.ptp(adv_K) == 0 else (adv_K > 0).tolist() == [True, True, False]
+        is_right = None if np.ptp(adv_K) < 1e-9 else (adv_K > 0).tolist() == [True, True, False]
         report.add(is_right, what, ", ".join(f"{adv:.2g}" for adv in adv_K))
     # 4. The function of the rewards.
     draws = rng.random((100, 8))

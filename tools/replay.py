@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import configs
 import trainer
 from configs.runtime import checkpoints, speed
-from configs.runtime.directory import refuse_other, run_directory
+from configs.runtime.directory import is_saved, refuse_other, run_directory
 from configs.runtime.role import ConfigError, run_role, say
 from tools.show import lock
 
@@ -52,8 +52,7 @@ def main(argv: list[str]):
         metrics = batch.info["metrics"] | numbers | {"time/step_s": time.perf_counter() - began}
         if trainer.dist.get_rank() == 0:
             checkpoints.log_step(run_dir, step, metrics, table["policy/logp"])
-        is_due = cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0
-        if is_due or step + 1 == len(paths):
+        if is_saved(step + 1, cfg) or step + 1 == len(paths):
             checkpoints.save_checkpoint(run_dir, step + 1, policy, optimizer, cfg)
     blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
     checkpoints.write_final(run_dir / "final", policy.model, blocks, cfg)
