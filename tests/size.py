@@ -46,7 +46,7 @@ def limits():
         ("tokens of the roles", tokens, 12_500),
         ("tokens a line of the roles", tokens / lines, 12.1),
         ("lines that a default run executes", total(RUN)[0], 1971),
-        ("lines of all but tests", code, 7009),
+        ("lines of all but tests", code, 7007),
         ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.7),
         ("words of README.md", words.pop("README.md"), 1100),
         ("words of configs/README.md", words.pop("configs/README.md"), 2800),

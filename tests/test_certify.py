@@ -25,8 +25,7 @@ def with_kl(micro, logp_N, entropy_N, sign=1):
 
 
 def of_torch(rewards_G, group):
-    rewards_G = torch.tensor(rewards_G)
-    return rewards_G - rewards_G.mean()
+    return torch.tensor(rewards_G - rewards_G.mean())
 
 
 def divided_twice(micro, logp_N, entropy_N):  # by the accumulation steps too (ms-swift #10117)

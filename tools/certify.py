@@ -185,14 +185,14 @@ def certify_loss(loss: Loss) -> Report:
         "a mean over tokens": torch.ones_like(weight_N),
         "a mean over sequences: tokens of long answers weigh less": per_sequence / size_N,
         "over num_sequences x max_tokens": torch.full_like(weight_N, per_sequence / MAX_TOKENS),
+        "RAFT++: tokens with A > 0 weigh alike": (adv_T > 0)[trained_T] / adv_T[trained_T],
     }
     kind = [what for what, mean_N in means.items() if change(weight_N, mean_N) < 1e-6]
     details = f"weight {weight_N.min():.3g} to {weight_N.max():.3g}, {(kind or ['no mean that is known'])[0]}"
     details += f", depends on {' and '.join(depends)}" if depends else ""
-    is_right = None if "the entropy" in depends else bool(kind) and not depends  # methods may weigh tokens by it
+    # Methods may weigh tokens by their entropy.
+    is_right = None if "the entropy" in depends else bool(kind) and ("RAFT" in kind[0] or not depends)
     hint = "is the ratio not detached?" if "logp" in depends else ""
-    if "the sign of A" in depends and not hint:
-        hint = "some methods mean that, as RAFT++"
     report.add(is_right, "where logp = old_logp it is REINFORCE", details, hint)
     for name, other_T in others.items():
         other_N = weight(**{name: other_T})
