@@ -35,7 +35,7 @@ def test_the_documents_file_of_prime_rl(tmp_path, monkeypatch):
     path = ROOT / "tests/assets/prime_rl.toml"
     expected = {"model": MODEL, "env": environment(), "inference.args": FLAGS, "run_name": "wiki-search-4b"}
     expected |= {"tracker": "wandb", "max_steps": 500, "orchestrator.order": "orders:Difficulty"}
-    expected |= {"orchestrator.oversampling_factor": 2.0, "orchestrator.zero_truncated_completions": True}
+    expected |= {"orchestrator.zero_truncated_completions": True}
     assert changed(path) == expected and vf_rl.os.environ["WANDB_PROJECT"] == "wiki-search"
     head, _, rest = path.read_text().partition("[trainer.model.experimental.lora]")
     (tmp_path / "full.toml").write_text(head.replace("[1]", "[1, 2]") + rest[rest.index("[orchestrator]") :])
