@@ -169,6 +169,11 @@ def test_calculator():
     state, reward, _ = play(env, row, "<calc>2 plus 2</calc>", "<answer>4</answer>")
     assert reward == 0 and texts(state["completion"], "user") == ["error"]
     assert play(env, row, f"<answer>{row['answer']}</answer>")[1] == 0.8
+    calls = load_environment("calculator", {"calls": True})
+    called = wiki_search.call("calculate", {"expression": f"{a} * {b}"})
+    state, reward, metrics = play(calls, row, called, f"<answer>{row['answer']}</answer>")
+    assert texts(state["completion"], "tool") == [row["answer"]] and (reward, metrics["repeated"]) == (1, 1)
+    assert play(calls, row, wiki_search.call("calculate", {"expression": "2 plus 2"}), "<answer>4</answer>")[1] == 0
     dev = load_environment("calculator", {"split": "dev"})
     asked = [{re.sub(r"\d+", "", row["prompt"][-1]["content"]) for row in rows}
              for rows in (env.dataset, dev.eval_dataset, env.eval_dataset)]  # fmt: skip

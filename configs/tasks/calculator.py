@@ -1,11 +1,13 @@
-"""Use a calculator: the model writes <calc>415 + 489</calc>, reads the result as the next message, and says
-<answer>904</answer>. Evaluations have wordings (calculator.txt), names and things of their own."""
+"""Use a calculator: the model writes <calc>415 + 489</calc>, or calls a function, reads the result as the next message,
+and says <answer>904</answer>. Evaluations have wordings (calculator.txt), names and things of their own."""
 
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 from configs.environments.parsers import XMLParser
+from configs.environments.tools import ToolEnv
 from env import Messages, MultiTurnEnv, Rubric
 
 PARSER = XMLParser(["calc", "answer"])
@@ -13,17 +15,12 @@ WITH_TOOL = (
     "You have a calculator. Write <calc>12 + 34</calc> to use it. Then read its result and write <answer>46</answer>."
 )
 ALONE = "Calculate, and write <answer>46</answer>."
-NAMES = {
-    "example": ["Max"],
-    "train": ["Ann", "Tom", "Sue", "Max", "Lily", "Paul"],
-    "dev": ["Eva", "Leo"],
-    "test": ["Ben", "Mia"],
-}
-THINGS = {
-    "example": ["cards"],
-    "train": ["apples", "books", "pens", "coins", "cards", "balls", "eggs", "shells"],
-    "dev": ["stamps", "cups"],
-    "test": ["keys", "toys"],
+CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
+NAMES_AND_THINGS = {
+    "example": ("Max", "cards"),
+    "train": ("Ann Tom Sue Max Lily Paul", "apples books pens coins cards balls eggs shells"),
+    "dev": ("Eva Leo", "stamps cups"),
+    "test": ("Ben Mia", "keys toys"),
 }
 
 
@@ -34,6 +31,15 @@ def value(call: str | None) -> int | None:
         return None
     a, b = int(found[1]), int(found[3])
     return {"+": a + b, "-": a - b, "*": a * b}[found[2]]
+
+
+def calculate(expression: str) -> int | None:
+    """Calculate.
+
+    Args:
+        expression: two numbers and +, - or * between them
+    """
+    return value(expression)
 
 
 class Calculator(MultiTurnEnv):
@@ -53,7 +59,7 @@ def correct(completion: Messages, answer: str) -> float:
 
 def called(completion: Messages) -> float:
     """Whether the calculator understood the first message."""
-    return float(value(PARSER.parse(completion[0]["content"]).calc) is not None)
+    return float(len(completion) > 1 and completion[1]["content"].lstrip("-").isdigit())
 
 
 def repeated(completion: Messages) -> float:
@@ -61,8 +67,10 @@ def repeated(completion: Messages) -> float:
     return float(len(completion) == 3 and PARSER.parse(completion[2]["content"]).answer == completion[1]["content"])
 
 
-def make_rows(split: str, num: int, with_tool: bool, head: Messages = ()) -> list[dict]:
-    """Rows whose prompt is head and a question; with `solution`, the messages of who solves it."""
+def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list[dict]:
+    """Rows whose prompt is head and a question; with `solution`, the messages of who solves it. tool_call: how the tool
+    is called, with {} for the calculation; "": not at all."""
+    names, things = map(str.split, NAMES_AND_THINGS[split])
     wordings = [line.split(maxsplit=2) for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
     draw = random.Random(f"{split} {num}")
     rows = []
@@ -74,26 +82,29 @@ def make_rows(split: str, num: int, with_tool: bool, head: Messages = ()) -> lis
             a, b = max(a, b), min(a, b)
         call = f"{a} {operation} {b}"
         answer = str(value(call))
-        texts = [f"<calc>{call}</calc>", answer] * with_tool + [f"<answer>{answer}</answer>"]
-        solution = [{"role": role, "content": text} for role, text in zip(["assistant", "user"] * 2, texts)]
-        question = question.format(a=a, b=b, name=draw.choice(NAMES[split]), things=draw.choice(THINGS[split]))
+        texts = [tool_call.format(call), answer] * bool(tool_call) + [f"<answer>{answer}</answer>"]
+        reader = "tool" if tool_call == CALL else "user"
+        solution = [{"role": role, "content": text} for role, text in zip(["assistant", reader] * 2, texts)]
+        question = question.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
         prompt = [*head, {"role": "user", "content": question}]
         rows.append({"prompt": prompt, "answer": answer, "solution": solution})
     return rows
 
 
-def load_environment(split="test", shots=3, tool=True, error=0) -> Calculator:
-    """split: of the evaluation, dev or test. shots: examples in each prompt. tool=False: without a calculator."""
+def load_environment(split="test", shots=3, tool=True, error=0, calls=False) -> MultiTurnEnv:
+    """split: of the evaluation, dev or test. shots: examples in each prompt. tool=False: without a calculator.
+    calls=True: the calculator is a function, whose calls vLLM parses."""
+    tool_call = CALL if calls else "<calc>{}</calc>" * tool
     head = []
-    for row in make_rows("example", shots, tool):
+    for row in make_rows("example", shots, tool_call):
         head += row["prompt"] + row["solution"]
-    rubric = Rubric([correct, called, repeated], [0.8, 0.2, 0.0] if tool else [1.0, 0.0, 0.0])
-    env = Calculator(
-        make_rows("train", 4096, tool, head),
+    kind = partial(ToolEnv, tools=[calculate]) if calls else Calculator
+    env = kind(
+        make_rows("train", 4096, tool_call, head),
         max_turns=2,
-        eval_dataset=make_rows(split, 128, tool, head),
-        system_prompt=WITH_TOOL if tool else ALONE,
-        rubric=rubric,
+        eval_dataset=make_rows(split, 128, tool_call, head),
+        system_prompt=WITH_TOOL if tool and not calls else ALONE,
+        rubric=Rubric([correct, called, repeated], [0.8, 0.2, 0.0] if tool else [1.0, 0.0, 0.0]),
     )
     env.error = error
     return env
