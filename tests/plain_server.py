@@ -4,9 +4,6 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-# Keys of a request, and no more: no n, nothing that only vLLM knows.
-OPENAI = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "stop", "tools"}
-
 
 class PlainServer(HTTPServer):
     """answer(body) -> the text of the reply, or a dict: the whole reply. also: further keys that it accepts. It answers
@@ -17,7 +14,8 @@ class PlainServer(HTTPServer):
     def __init__(self, answer, also=()):
         super().__init__(("127.0.0.1", 0), Handler)
         self.answer = answer
-        self.keys = OPENAI.union(also)
+        # Of a request, and no more: no n, nothing that only vLLM knows.
+        self.keys = {"model", "messages", "prompt", "temperature", "top_p", "max_tokens", "stop", "tools"}.union(also)
         self.bodies = []
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 

@@ -94,8 +94,6 @@ def test_gsm8k():
     right = f"<reasoning>\nso\n</reasoning>\n<answer>\n${row['answer']}.0\n</answer>"
     assert play(env, row, right)[1] == pytest.approx(1.2)
     assert play(env, row, row["answer"])[1] == 0 and play(env, row, right.replace(row["answer"], "8e9"))[1] == 0.2
-    with pytest.raises(ValueError, match="no '#### number'"):
-        gsm8k.read_rows([{"question": "1 + 1?", "answer": "two"}])
 
 
 POEMS = {
@@ -103,7 +101,6 @@ POEMS = {
     "Winter nights\nwinter stars over cold roofs!": ((4 / 9 + 1) / 3 * 6 / 7, 1),
     "Snow falls on white roofs.": (9 / 25 / 3, 0),
     "a b c\nd e f g h\ni j k\nl.": (3 / 4, 0),
-    "winter nights": (0, 1),
     "...": (0, 0),
 }
 
@@ -173,7 +170,6 @@ def test_calculator():
     called = wiki_search.call("calculate", {"expression": f"{a} * {b}"})
     state, reward, metrics = play(calls, row, called, f"<answer>{row['answer']}</answer>")
     assert texts(state["completion"], "tool") == [row["answer"]] and (reward, metrics["repeated"]) == (1, 1)
-    assert play(calls, row, wiki_search.call("calculate", {"expression": "2 plus 2"}), "<answer>4</answer>")[1] == 0
     dev = load_environment("calculator", {"split": "dev"})
     asked = [{re.sub(r"\d+", "", row["prompt"][-1]["content"]) for row in rows}
              for rows in (env.dataset, dev.eval_dataset, env.eval_dataset)]  # fmt: skip
