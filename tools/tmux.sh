@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash tools/tmux.sh config.toml [table.key=value ...]
 # Runs launch.sh in a tmux server of its own, beside panes for the logs of trainer, orchestrator
-# and first server. They stay after the run, so that they can be read, until you leave by Ctrl-b & or kill-server.
+# and first server. The panes stay after the run, so that they can be read, until you leave by Ctrl-b & or kill-server.
 set -u
 [ $# -ge 1 ] || { sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit 2; }
 command -v tmux >/dev/null || { echo "there is no tmux: install it" >&2; exit 2; }

@@ -16,6 +16,7 @@ WITH_TOOL = (
 )
 ALONE = "Calculate, and write <answer>46</answer>."
 CALL = '<tool_call>\n{{"name": "calculate", "arguments": {{"expression": "{}"}}}}\n</tool_call>'
+TOOL_CALLS = {"tags": "<calc>{}</calc>", "function": CALL, False: ""}
 NAMES_AND_THINGS = {
     "example": ("Max", "cards"),
     "train": ("Ann Tom Sue Max Lily Paul", "apples books pens coins cards balls eggs shells"),
@@ -31,15 +32,6 @@ def value(call: str | None) -> int | None:
         return None
     a, b = int(found[1]), int(found[3])
     return {"+": a + b, "-": a - b, "*": a * b}[found[2]]
-
-
-def calculate(expression: str) -> int | None:
-    """Calculate.
-
-    Args:
-        expression: two numbers and +, - or * between them
-    """
-    return value(expression)
 
 
 class Calculator(MultiTurnEnv):
@@ -64,7 +56,7 @@ def called(completion: Messages) -> float:
 
 def repeated(completion: Messages) -> float:
     """Whether the answer is what the calculator said, be it right or wrong."""
-    return float(len(completion) == 3 and PARSER.parse(completion[2]["content"]).answer == completion[1]["content"])
+    return float(len(completion) > 2 and PARSER.parse(completion[-1]["content"]).answer == completion[-2]["content"])
 
 
 def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list[dict]:
@@ -91,19 +83,28 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
     return rows
 
 
-def load_environment(split="test", shots=3, tool=True, error=0, calls=False) -> MultiTurnEnv:
-    """split: of the evaluation, dev or test. shots: examples in each prompt. tool=False: without a calculator.
-    calls=True: the calculator is a function, whose calls vLLM parses."""
-    tool_call = CALL if calls else "<calc>{}</calc>" * tool
+def load_environment(split="test", shots=3, tool="tags", error=0) -> MultiTurnEnv:
+    """split: of the evaluation, dev or test. shots: examples in each prompt. tool: tags, or function, whose calls vLLM
+    parses and only the examples show, or False. error: what results are off by."""
+
+    def calculate(expression: str) -> int:
+        """Calculate.
+
+        Args:
+            expression: two numbers and +, - or * between them
+        """
+        return value(expression) + error
+
+    tool_call = TOOL_CALLS[tool]
     head = []
     for row in make_rows("example", shots, tool_call):
         head += row["prompt"] + row["solution"]
-    kind = partial(ToolEnv, tools=[calculate]) if calls else Calculator
+    kind = partial(ToolEnv, tools=[calculate]) if tool == "function" else Calculator
     env = kind(
         make_rows("train", 4096, tool_call, head),
         max_turns=2,
         eval_dataset=make_rows(split, 128, tool_call, head),
-        system_prompt=WITH_TOOL if tool and not calls else ALONE,
+        system_prompt=WITH_TOOL if tool == "tags" else ALONE,
         rubric=Rubric([correct, called, repeated], [0.8, 0.2, 0.0] if tool else [1.0, 0.0, 0.0]),
     )
     env.error = error
