@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# bash launch.sh config.toml [table.key=value ...] [--check | --from outputs/run@73]
-#     --check: look for what would spoil a run, train nothing. --from: begin where a run was after step 73
-# Sets up .venv on first use (--setup: only that), then launch.py runs all roles until all is done.
+# bash launch.sh config.toml [table.key=value ...] [--check | --print | --from outputs/run@73]
+#     --check: look for what would spoil a run, train nothing
+#     --print: show the command of each role, with its variables, ready to paste; start nothing
+#     --from: begin where a run was after step 73
+# Sets up .venv on first use (--setup: only that), then rolemodel/launch.py runs all roles until all is done.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143
 # Variables: KIND=gpu or cpu and PYTHON=python3.12 for .venv, CUDA_VISIBLE_DEVICES, NNODES,
 #     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" for vLLM, WATCH= to run no tools
 set -u
-usage() { sed -n '2,7s/^# //p' "$0"; exit "$1"; }
+usage() { sed -n '2,11s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }
 for word; do [[ $word != -h && $word != --help ]] || usage 0; done
-[ $# != 0 ] || usage 2
+words=() flags=() # flags may come first
+for word; do
+    case $word in --check | --print) flags+=("$word") ;; *) words+=("$word") ;; esac
+done
+set -- "${words[@]}" "${flags[@]}"
+[[ $# != 0 && ($1 != -* || $1 == --setup) ]] || usage 2
 has() { command -v "$1" >/dev/null || fail "$1 is missing: install util-linux"; }
 has flock && has setpriv
 config=$(realpath -m -- "$1")
@@ -53,5 +60,5 @@ export PYTHONUTF8=1 # whatever the locale
 [ "$KIND" = gpu ] || export CUDA_VISIBLE_DEVICES= # the builds for CPUs see no GPU, and the roles must agree
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null ||
     export HF_HUB_OFFLINE=1 # no network: nothing waits for one
-[[ ! " $* " =~ " --from " ]] || exec "$python" tools/fork.py "$config" "${@:2}" # which ends in launch.py
-exec "$python" launch.py "$config" "${@:2}"
+[[ ! " $* " =~ " --from " ]] || exec "$python" tools/start_from.py "$config" "${@:2}" # which ends in rolemodel.launch
+exec "$python" -m rolemodel.launch "$config" "${@:2}"

@@ -6,9 +6,9 @@ import re
 from functools import partial
 from pathlib import Path
 
-from configs.environments.parsers import XMLParser
-from configs.environments.tools import ToolEnv
 from env import Messages, MultiTurnEnv, Rubric
+from rolemodel.environments.parsers import XMLParser
+from rolemodel.environments.tools import ToolEnv
 
 PARSER = XMLParser(["calc", "answer"])
 WITH_TOOL = (

@@ -1,9 +1,10 @@
 """reverse_text without rewards in the gradient: a teacher that has read the answer before the word scores each letter
-(configs/algorithms/distill.py). The rewards only measure."""
+(rolemodel/teacher.py). The rewards only measure."""
 
-from configs.algorithms.distill import taught
-from configs.tasks import reverse_text
+import reverse_text
+
 from env import Messages, SingleTurnEnv
+from rolemodel.teacher import taught
 
 WARM_UP_STEPS = 240
 

@@ -4,8 +4,8 @@ import difflib
 
 from datasets import load_dataset
 
-from configs.environments.parsers import XMLParser
 from env import Messages, Rubric, SingleTurnEnv, load_rows
+from rolemodel.environments.parsers import XMLParser
 
 PARSER = XMLParser(["reversed_text"], answer_field="reversed_text")
 SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."

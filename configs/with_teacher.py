@@ -1,7 +1,7 @@
-r"""Any task with a teacher beside its rewards: configs/algorithms/distill.py.
+r"""Any task with a teacher beside its rewards: rolemodel/teacher.py.
 
     [env]
-    id = "distill"
+    id = "with_teacher"
     args = { id = "reverse_text", weight = 1.0, base_url = "http://127.0.0.1:9000" }
     [trainer]
     loss = "losses:distill"
@@ -11,16 +11,16 @@ prompt = "module:function" names what the teacher reads in place of the prompt; 
 The manual's figure has as its teacher what reverse_text.toml made, and as its student a toy that was made with
 reverse_text.WARM_UP_STEPS = 80:
 
-    python -m configs.serving.server --model outputs/reverse_text/final --host 127.0.0.1 --port 9000 --dtype float32 \
+    python -m rolemodel.serving.server --model outputs/reverse_text/final --host 127.0.0.1 --port 9000 --dtype float32 \
         --max-model-len 64
-    bash launch.sh configs/reverse_text.toml model=STUDENT max_steps=60 eval.every=20 env.id=distill \
+    bash launch.sh configs/reverse_text.toml model=STUDENT max_steps=60 eval.every=20 env.id=with_teacher \
         'env.args={ id = "reverse_text", weight = 1.0, base_url = "http://127.0.0.1:9000" }' \
         orchestrator.advantage=advantages:zero trainer.loss=losses:distill"""
 
 import env
-from configs import find
-from configs.algorithms.distill import taught
+from rolemodel.lookup import find_function
+from rolemodel.teacher import taught
 
 
 def load_environment(id: str, weight: float, args: dict | None = None, prompt="", **how) -> env.SingleTurnEnv:
-    return taught(env.load_environment(id, args or {}), weight, prompt=find(prompt) if prompt else None, **how)
+    return taught(env.load_environment(id, args or {}), weight, prompt=find_function(prompt) if prompt else None, **how)

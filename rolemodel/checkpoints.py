@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.core_model_loading import revert_weight_conversion
 
-from configs.runtime.directory import cut_lines, keep, next_batch
-from configs.runtime.role import heartbeat, say
-from configs.serving import adapters
+from rolemodel.role import heartbeat, say
+from rolemodel.run_directory import cut_lines, keep, next_batch
+from rolemodel.serving import adapters
 
 
 def log_step(run_dir: Path, step: int, metrics: dict, logp_T: torch.Tensor):

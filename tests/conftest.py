@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "configs"), str(ROOT / "configs/models")]
 os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DO_NOT_TRACK": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 os.environ |= dict.fromkeys(["NO_PROXY", "no_proxy"], "127.0.0.1")  # or a proxy is asked for the tests' servers
@@ -27,17 +27,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import toy
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import orchestrator
 import trainer
-from configs import load_config
-from configs.models import toy
-from configs.runtime.directory import run_directory
-from configs.runtime.machine import choose_ports
 from orchestrator import Sequence, save_batch
+from rolemodel import lookup
+from rolemodel.config import load_config
+from rolemodel.machine import choose_ports
+from rolemodel.run_directory import run_directory
 
 torch.set_num_threads(1)
 TOKENS = ['<tool_call>\n{"name": "double", "arguments": {"a": ', "}}\n</tool_call>"]
@@ -113,6 +114,7 @@ def make_cfg(tmp_path, models):
 def own_modules(tmp_path, monkeypatch):
     """Modules in tmp_path are found, and forgotten afterwards."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(lookup, "BESIDE", [tmp_path])
     importlib.invalidate_caches()
     yield
     for name, module in list(sys.modules.items()):
@@ -145,7 +147,7 @@ def make_sequences(num=12, seed=0, vocab=100, longest=24, group=4):
             s.tokens[: len(before)] = before[:size]
         s.old_logp = np.where(mask, -4.6 + rng.uniform(-0.5, 0.5, size), np.nan).astype(np.float32)
         s.adv = np.float32(rng.normal()) * mask
-        s.info = {"env": "test", "example": i // group, "group": i // group, "attempt": 0, "rollout": i % group}
+        s.info = {"env": "test", "example": i // group, "slot": i // group, "attempt": 0, "member": i % group}
         s.info |= {"reward": float(rng.random()), "temperature": 1.0, "staleness": 0, "version": 0, "num_turns": 1}
         sequences.append(s)
     return sequences

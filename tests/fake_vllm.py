@@ -42,6 +42,7 @@ from jinja2 import TemplateError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import rolemodel.lookup  # noqa: F401  which knows what `trainer` is
 from trainer import LoRALinear, WeightReceiver
 
 FAKE = json.loads(os.environ.get("FAKE", "{}"))

@@ -9,7 +9,7 @@ import time
 from types import SimpleNamespace
 
 import trainer
-from configs.runtime import checkpoints
+from rolemodel import checkpoints
 
 loss = trainer.cispo
 name, _, number = os.environ.get("HOLD", "").partition(" ")

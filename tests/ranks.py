@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 
 import trainer
-from configs import load_config
+from rolemodel.config import load_config
 from tools import replay
 
 
 def replays(runs, main=replay.main):
     """Does what tools/replay.py, or another main, does for each, except that the process group outlives them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay.trainer, "start_distributed", lambda cfg: None)
+        patch.setattr(sys.modules["trainer"], "start_distributed", lambda cfg: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
         for argv in runs:
             main([str(word) for word in argv])

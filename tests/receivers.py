@@ -1,9 +1,9 @@
 """A receiver for tests/test_vllm.py that fails if its specification says so."""
 
-from configs.serving.cpu_receiver import WeightReceiver
+from rolemodel.serving.receiver import CpuWeightReceiver
 
 
-class Faulty(WeightReceiver):
+class Faulty(CpuWeightReceiver):
     def receive_weights(self, spec):
         if spec.get("fail"):
             raise ValueError("this worker takes no weights")

@@ -15,11 +15,10 @@ from conftest import all_batches, lines
 from scripted import Policy
 from think_env import KEEPS, Turns, noise, rows
 
-from configs.environments import endpoint
-from configs.environments.agents import AgentEnv, AgentFailed
-from configs.environments.rubrics import AgentRubric
-from configs.serving import formats
 from env import Rubric, Truncated
+from rolemodel.environments import endpoint, formats
+from rolemodel.environments.agents import AgentEnv, AgentFailed
+from rolemodel.environments.rubrics import AgentRubric
 
 ROWS = rows(37)
 SHORT = ("orchestrator.sampling.max_tokens=3", "max_seq_len=128")
@@ -87,13 +86,13 @@ def shares():
 def test_each_conversation_is_a_sequence_with_its_agents_reward_and_each_token_is_trained_once(run):
     env = AgentEnv(delegates, ROWS, untrained=["user"], rubric=AgentRubric([shares, noise], [2.0, 0.0]))
     run_dir = run(1, env, *SHORT)
-    rollouts = {(r["group"], r["rollout"]): r for r in lines(run_dir / "rollouts.jsonl")}
+    rollouts = {(r["slot"], r["member"]): r for r in lines(run_dir / "rollouts.jsonl")}
     found = {place: [] for place in rollouts}
     sequences = all_batches(run_dir)[0].sequences
     for s in sequences:
-        found[s["group"], s["rollout"]].append((s["agent"], sorted({*s["turn"][s["mask"]].tolist()}), 1 / s["share"]))
-        others = [x["reward"] for x in sequences if (x["group"], x["turn"][-1]) == (s["group"], s["turn"][-1])]
-        assert s["reward"] == rollouts[s["group"], s["rollout"]]["agent_rewards"][s["agent"]] and len(others) == 4
+        found[s["slot"], s["member"]].append((s["agent"], sorted({*s["turn"][s["mask"]].tolist()}), 1 / s["share"]))
+        others = [x["reward"] for x in sequences if (x["slot"], x["turn"][-1]) == (s["slot"], s["turn"][-1])]
+        assert s["reward"] == rollouts[s["slot"], s["member"]]["agent_rewards"][s["agent"]] and len(others) == 4
         assert s["adv"][s["mask"]] == pytest.approx(s["reward"] - sum(others) / 4)
     for place, r in rollouts.items():
         assert found[place] == [("", [0, 2, 4], 3), ("", [1, 3], 3), ("", [5, 6], 3), ("solver", [7], 1)]

@@ -1,4 +1,4 @@
-"""configs/algorithms/: losses and advantages against formulas and other people's numbers, orders, distillation and the
+"""rolemodel/: losses and advantages against formulas and other people's numbers, orders, distillation and the
 reference by what they do."""
 
 import asyncio
@@ -15,10 +15,10 @@ from think_env import Turns, letters, rows
 from transformers import AutoModelForCausalLM
 
 import trainer
-from configs.algorithms import advantages, distill, orders, turns
-from configs.runtime.role import ConfigError, DataError
 from env import Rubric, SingleTurnEnv
 from orchestrator import Rollout, Sequence, add_advantages, to_arrays
+from rolemodel import advantages, orders, teacher, turns
+from rolemodel.role import ConfigError, DataError
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ def double(values):
 def micro_of(old, adv, rows=None, **more):
     """A micro-batch as collate makes it, which is the whole of an optimizer step."""
     rows_N = torch.tensor(rows or [0] * len(old))
-    micro = {"old_logp_N": old, "adv_N": adv, "row_N": rows_N, "ids_BW": torch.zeros(int(rows_N.max()) + 1, 8)}
+    micro = {"old_logp_N": old, "adv_N": adv, "sequence_N": rows_N, "ids_BW": torch.zeros(int(rows_N.max()) + 1, 8)}
     micro |= {"num_tokens": len(old), "num_sequences": len(rows_N.unique()), "max_tokens": 16, "prox_logp_N": old}
     micro |= {"share_N": torch.ones_like(old), "is_sampled_N": ~old.isnan()}
     return micro | more
@@ -190,7 +190,7 @@ def test_advantages_by_hand(name):
 
 def test_permuted_rewards_and_those_that_are_refused():
     rewards = np.arange(8.0)
-    found = [advantages.permuted(rewards, group_of(rewards, group=[number] * 8)).tolist() for number in (*range(20), 0)]
+    found = [advantages.permuted(rewards, group_of(rewards, slot=[number] * 8)).tolist() for number in (*range(20), 0)]
     assert found[0] == found[-1] and len({tuple(row) for row in found}) > 15
     assert all(sorted(row) == (rewards - 3.5).tolist() for row in found)
     cut = group_of(R, metrics=PARTS, state=[{"reward_weights": {"a": 1.0, "b": 0.5}}] * 4)  # of zeroed rewards
@@ -283,10 +283,10 @@ TEACHER = ["orchestrator.advantage=advantages:zero", "orchestrator.max_staleness
 def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind, prompt):
     """adv = weight x (log p_teacher - log p_sampler), where the teacher may read another prompt."""
     more = [] if prompt else ["orchestrator.sampling.max_tokens=63"]
-    task = distill.taught(kind(QUESTIONS, rubric=Rubric([lambda: 0.0])), 0.5, prompt=prompt)
+    task = teacher.taught(kind(QUESTIONS, rubric=Rubric([lambda: 0.0])), 0.5, prompt=prompt)
     run_dir = run(2, task, *TEACHER, *more)
     network = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float32)
-    states = {(r["step"], r["group"], r["rollout"]): r for r in lines(run_dir / "rollouts.jsonl")}
+    states = {(r["step"], r["slot"], r["member"]): r for r in lines(run_dir / "rollouts.jsonl")}
     assert not any(r["error"] for r in states.values())
     lens = []
     for step, (_, sequences) in enumerate(all_batches(run_dir)):
@@ -294,7 +294,7 @@ def test_each_token_is_taught_by_what_the_teacher_thinks_of_it(run, models, kind
             first = int(s["mask"].argmax())
             prefix, said = np.split(s["tokens"], [first])
             if prompt:
-                messages = hint(states[step, s["group"], s["rollout"]])
+                messages = hint(states[step, s["slot"], s["member"]])
                 prefix = run.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
             ids = torch.tensor([[*prefix, *said]]).long()
             with torch.no_grad():
@@ -321,7 +321,7 @@ def test_a_teachers_advantage_is_over_the_policy_of_now():
 
 
 def test_a_token_without_the_teachers_opinion_loses_the_rollout(run):
-    env = distill.taught(SingleTurnEnv(QUESTIONS, rubric=Rubric([lambda: 0.0])), 0.5)
+    env = teacher.taught(SingleTurnEnv(QUESTIONS, rubric=Rubric([lambda: 0.0])), 0.5)
     with pytest.raises(DataError, match="rollouts were lost, mostly: ValueError: zip"):
         run(9, env, *TEACHER, "orchestrator.max_error_share=0.5", fake={"teacher": "short"})
 
@@ -346,13 +346,13 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
         def add_fields(self, sequences):
             sequences[0].adv[1] = 1.0
 
-    monkeypatch.setattr(distill, "Client", Client)
+    monkeypatch.setattr(teacher, "Client", Client)
 
     def teach(*overrides, urls=("http://127.0.0.1:8",), **how):
         cfg = make_cfg(f"inference.urls={json.dumps(urls)}", DISTILL, *overrides)
         s = Sequence([5, 6], [False, True], [np.nan, -1.0], [0, 0], [0.0, 0.0])
         state = {"cfg": cfg, "replies": [{"model": "test-v7"}]}
-        asyncio.run(distill.taught(Adds(QUESTIONS), 0.5, **how).add_fields(state, [s]))
+        asyncio.run(teacher.taught(Adds(QUESTIONS), 0.5, **how).add_fields(state, [s]))
         assert s.adv == [0, 0.75 if urls else 1.0]
         return asked[-1] if asked else None
 

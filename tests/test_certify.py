@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import trainer
-from configs.algorithms import losses
+from rolemodel import losses
 from tools import certify
 
 RIGHT = ["cispo", "grpo", "mean", "std", "turns:by_turn"]
@@ -71,7 +71,7 @@ def upside_down(micro, logp_N, entropy_N):
 
 def counts_imitated(micro, logp_N, entropy_N):  # in gspo's mean
     sum_N, len_N = losses.over_sequences(micro, trainer.log_ratio(micro, logp_N))
-    num_N = torch.bincount(micro["row_N"])[micro["row_N"]]
+    num_N = torch.bincount(micro["sequence_N"])[micro["sequence_N"]]
     s_N = (sum_N / num_N).exp()
     policy_N = (s_N * micro["adv_N"]).minimum(s_N.clamp(0.9997, 1.0004) * micro["adv_N"])
     return -policy_N * micro["share_N"] / len_N * micro["num_tokens"] / micro["num_sequences"], {}

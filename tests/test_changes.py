@@ -1,4 +1,4 @@
-"""The examples of README.md and configs/README.md are taken out of the documents: patches apply to files that have
+"""The examples of README.md and docs/ are taken out of the documents: patches apply to files that have
 moved, and with each example two batches are sampled, trained on, and resumed after the first."""
 
 import os
@@ -15,8 +15,6 @@ from plain_server import PlainServer
 from ranks import replays
 from safetensors.torch import load_file
 
-from tools import replay
-
 BASE = """
 import itertools
 from env import Rubric, SingleTurnEnv
@@ -26,8 +24,8 @@ def load_environment():
     return SingleTurnEnv([{"question": str(i)} for i in range(20)], rubric=Rubric([lambda: next(solved)]))
 """
 EXAMPLES = {}  # {title: its blocks [(kind, text), ...]}
-for name in ("README.md", "configs/README.md"):
-    for section in re.split(r"^##+ ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
+for name in ("README.md", "docs/changes.md", "docs/python.md"):
+    for section in re.split(r"^##? ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
         if found := re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
             EXAMPLES[section.partition("\n")[0]] = found
 NOTEBOOK = EXAMPLES.pop("From Python")[0][1]
@@ -73,7 +71,7 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
         (tmp_path / f"{name}.py").write_text(text.replace("http://127.0.0.1:9000", model_url))
         settings |= re.findall(r'([\w.]+) = "?([\w.:]+)', keys)
     monkeypatch.setattr(conftest, "orchestrator", as_role(patched / "orchestrator.py", monkeypatch))
-    monkeypatch.setattr(replay, "trainer", as_role(patched / "trainer.py", monkeypatch))
+    as_role(patched / "trainer.py", monkeypatch)
     # 1. Three batches, which have what the example adds.
     keys = [f"{key}={value}" for key, value in settings.items() if key != "env.id"]
     agent = ("max_seq_len=256", "inference.args.enable_auto_tool_choice=true", "orchestrator.max_staleness=0")

@@ -14,9 +14,9 @@ from conftest import BASE, ROOT, launch, write_run
 from think_env import DROPS, Turns, letters
 
 import trainer
-from configs.runtime.directory import run_directory
-from configs.runtime.role import RunError
 from env import Rubric, SingleTurnEnv
+from rolemodel.role import RunError
+from rolemodel.run_directory import run_directory
 from tools import check
 
 ROWS = [{"question": "a"}] * 3
@@ -82,9 +82,10 @@ def test_a_task_from_which_nothing_can_be_learned_is_named(env, problem, beside_
 
 # One process for all: afterwards torch cannot compute.
 ESTIMATES = """
-import json, sys, configs
+import json, sys
+from rolemodel.config import load_config
 from tools import check
-cfgs = [configs.load_config(sys.argv[1], overrides) for overrides in json.loads(sys.argv[2])]
+cfgs = [load_config(sys.argv[1], overrides) for overrides in json.loads(sys.argv[2])]
 servers = [check.server_need(cfgs[0], gib << 30, False) for gib in (8, 16)]
 check.without_content()
 print(json.dumps([servers, [check.trainer_need(cfg) for cfg in cfgs]]))

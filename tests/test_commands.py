@@ -17,11 +17,11 @@ import pytest
 from conftest import ROOT, having, needs_namespaces, wait_until
 from scripted import Policy
 
-from configs.environments import endpoint, sandbox
-from configs.environments.agents import AgentEnv
-from configs.environments.commands import Command, CommandFailed
-from configs.environments.sandbox import CannotContain, Sandbox
 from env import Rubric
+from rolemodel.environments import endpoint, sandbox
+from rolemodel.environments.agents import AgentEnv
+from rolemodel.environments.commands import Command, CommandFailed
+from rolemodel.environments.sandbox import CannotContain, Sandbox
 
 SOURCE = Path(__file__).with_name("command_agent.py").read_text()
 PYTHON = [sandbox.find_python()[0], "-I", "-S", "-c", SOURCE]
@@ -128,8 +128,8 @@ def test_nothing_survives_a_time_limit_a_cancellation_or_the_end(how, mark):
 
 ORPHAN = """
 import asyncio, sys
-from configs.environments.commands import Command
-from configs.environments.sandbox import Sandbox
+from rolemodel.environments.commands import Command
+from rolemodel.environments.sandbox import Sandbox
 mark = sys.argv[-1]
 if sys.argv[1] == "sandbox":
     Sandbox(timeout_s=60).run(f"# {mark}\\nwhile 1: pass")

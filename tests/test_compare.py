@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from conftest import BASE, append, having, lines, wait_until
 
-from configs.runtime.role import ConfigError
+from rolemodel.role import ConfigError
 from tools import compare, microscope
 
 # In the place of launch.sh: a run of 20 steps whose last score is 0.5 + learning_rate + seed / 10. With a weight decay
@@ -21,7 +21,7 @@ from tools import compare, microscope
 LAUNCH = """
 import json, sys, time
 from pathlib import Path
-from configs import load_config, to_toml
+from rolemodel.config import load_config, to_toml
 cfg = load_config(sys.argv[1], sys.argv[2:])
 run = Path(cfg.run.output_dir, cfg.run.run_name)
 num = len([*run.glob("start*")])
@@ -34,7 +34,7 @@ for name, lines in (("eval", evals), ("metrics", [{"step": 0}])):
     (run / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\\n" for line in lines))
 sys.exit(3 if cfg.trainer.beta and num == 0 else int(cfg.trainer.weight_decay))
 """
-LOSSES = "import configs\nLOSSES = dict.fromkeys(map(str, configs.DEFAULTS.values()), 1)\n"  # of another trainer.py
+LOSSES = "LOSSES = dict.fromkeys(map(str, (1, 2)))\n"  # of another trainer.py
 GOOD = ["--arm", "low: trainer.learning_rate=0.1", "--arm", "high: trainer.learning_rate=0.2"]
 
 
@@ -93,7 +93,14 @@ def test_arms_that_are_code(study, tmp_path):
     launch.write_text(LAUNCH.replace("0.5 +", "0.7 +"))
     (tmp_path / "it.patch").write_text(git("diff"))
     launch.write_text(LAUNCH.replace("0.5 +", "0.8 +"))
-    command = ["--arm", "base: @main", "--arm", "mine: @branch trainer.loss=mine", "--arm", f"it: @{tmp_path}/it.patch"]
+    command = [
+        "--arm",
+        "base: @main",
+        "--arm",
+        "mine: @branch trainer.loss=mine trainer.script=trainer.py",
+        "--arm",
+        f"it: @{tmp_path}/it.patch",
+    ]
     found = study(*command, "--arm", "dirty:", "--seeds", "1")
     assert [line["score"] for line in found] == pytest.approx([0.501, 0.601, 0.701, 0.801])
     text = (tmp_path / "out" / "compare.md").read_text()
@@ -212,7 +219,7 @@ def test_statistics_by_hand():
 
 
 def test_looking_after_each_seed_is_allowed_for():
-    """Normal scores as in tests/study.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8. Of
+    """Normal scores as in docs/findings.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8. Of
     the five pairs 80% are found with half the seeds of a fixed design of 12, though the last one seldom."""
     rng = np.random.default_rng(0)
     limit = np.quantile(compare.peak(rng.standard_normal((100_000, 12))), 0.95)

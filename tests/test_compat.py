@@ -1,13 +1,13 @@
-"""configs/compat/: TOMLs that were written for another trainer load here, and mean the same or are refused."""
+"""rolemodel/compat.py: TOMLs that were written for another trainer load here, and mean the same or are refused."""
 
 import json
 
 import pytest
 from conftest import ROOT
 
-from configs import DEFAULTS, load_config
-from configs.compat import vf_rl
-from configs.runtime.role import ConfigError
+from rolemodel import compat
+from rolemodel.config import DEFAULTS, load_config
+from rolemodel.role import ConfigError
 
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 FLAGS = DEFAULTS["inference.args"] | {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
@@ -36,7 +36,7 @@ def test_the_documents_file_of_prime_rl(tmp_path, monkeypatch):
     expected = {"model": MODEL, "env": environment(), "inference.args": FLAGS, "run_name": "wiki-search-4b"}
     expected |= {"tracker": "wandb", "max_steps": 500, "orchestrator.order": "orders:Difficulty"}
     expected |= {"orchestrator.zero_truncated_completions": True}
-    assert changed(path) == expected and vf_rl.os.environ["WANDB_PROJECT"] == "wiki-search"
+    assert changed(path) == expected and compat.os.environ["WANDB_PROJECT"] == "wiki-search"
     head, _, rest = path.read_text().partition("[trainer.model.experimental.lora]")
     (tmp_path / "full.toml").write_text(head.replace("[1]", "[1, 2]") + rest[rest.index("[orchestrator]") :])
     assert changed(tmp_path / "full.toml") == expected | {"trainer.use_lora": False, "trainer.gpus": 2}
@@ -70,7 +70,7 @@ def test_names_keep_their_meaning(lines, tmp_path):
     assert {key: value for key, value in found.items() if key not in ("model", "env", "run_name")} == MEANS[lines]
 
 
-REFUSED = [*vf_rl.REFUSED, ("loss_type", "sapo"), ("loss_type", "cispo"), ("report_to", "mlflow"), ("fp16", True)]
+REFUSED = [*compat.REFUSED, ("loss_type", "sapo"), ("loss_type", "cispo"), ("report_to", "mlflow"), ("fp16", True)]
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=str)

@@ -1,4 +1,4 @@
-"""configs/__init__.py and configs/runtime/directory.py: what a TOML and overrides mean, and what is refused."""
+"""rolemodel/config.py and rolemodel/run_directory.py: what a TOML and overrides mean, and what is refused."""
 
 import json
 import re
@@ -8,17 +8,17 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+import smollm2
 from conftest import BASE, ROOT
 
-import configs
-import launch
 import orchestrator
 import trainer
-from configs import load_config, to_toml
-from configs.models import smollm2
-from configs.runtime.directory import cut_lines, keep_rows, refuse_other
-from configs.runtime.role import ConfigError
 from env import SingleTurnEnv
+from rolemodel import config, launch
+from rolemodel.config import load_config, to_toml
+from rolemodel.lookup import find_function
+from rolemodel.role import ConfigError
+from rolemodel.run_directory import cut_lines, keep_examples, write_config
 
 
 @pytest.mark.parametrize("override, named", [
@@ -31,7 +31,7 @@ from env import SingleTurnEnv
     ("orchestrator.generation_timeout=900", "generation_timeout: below watchdog"),
     ("orchestrator.sampling.top_p=0.9", "allow_biased_sampling"),
     ("orchestrator.order_args.share=0.5", "without orchestrator.order"),
-    ("trainer.lr_scheduler_type=step", "lr_scheduler_type: one of"),
+    ("trainer.lr_scheduler_type=step", "'trainer.lr_scheduler_type' = 'step': must be one of 'constant'"),
     ('inference.urls=["http://127.0.0.1.evil.org"]', "allow_remote"),
     ("trainer.sync_host=10.0.0.1", "allow_remote"),
     ("run_name=../there", "run_name"),
@@ -92,9 +92,9 @@ def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypa
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(to_toml(cfg))
     assert vars(load_config(tmp_path / "run" / "config.toml")) == vars(cfg)
-    monkeypatch.setattr(configs.sys, "path", [])
+    monkeypatch.setattr(config.sys, "path", [])
     assert load_config(tmp_path / "run" / "config.toml").run.origin == str(tmp_path / "test.toml")
-    assert configs.sys.path == [str(tmp_path)]
+    assert config.sys.path == [str(tmp_path), str(ROOT / "configs")]
     monkeypatch.setenv("ROLEMODEL_OVERRIDES", "trainer.sync_backend = 'gloo'")  # of this machine, not of the run
     found = make_cfg()
     assert found.trainer.sync_backend == "gloo" and 'sync_backend = ""' in to_toml(found)
@@ -102,11 +102,16 @@ def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypa
 
 def test_what_a_key_names(tmp_path, own_modules):
     (tmp_path / "mine.py").write_text("def loss(): return 1")
-    assert configs.find("mine:loss")() == 1 and configs.find("losses:gspo") and configs.find("a", {"a": 2}) == 2
+    assert find_function("mine:loss")() == 1 and find_function("losses:gspo") and find_function("a", {"a": 2}) == 2
     (tmp_path / "orders").mkdir()
-    assert configs.find("orders:Difficulty")  # a mere folder replaces nothing
-    (tmp_path / "losses.py").write_text("def gspo(): return 2")
-    assert configs.find("losses:gspo")() == 2  # a copy that was changed does
+    assert find_function("orders:Difficulty")  # a mere folder replaces nothing
+    (tmp_path / "losses.py").write_text("def gspo(): return 2\ndef mine(): return 3")
+    assert find_function("losses:dppo") and find_function("losses:mine")() == 3
+    with pytest.raises(ConfigError, match="losses.py and rolemodel/losses.py have it: rename yours"):
+        find_function("losses:gspo")
+
+
+SERVER = ['inference.urls=["http://127.0.0.1:9"]']
 
 
 def test_a_directory_that_is_not_a_runs_is_left_alone(tmp_path, models):
@@ -117,24 +122,24 @@ def test_a_directory_that_is_not_a_runs_is_left_alone(tmp_path, models):
         (tmp_path / "foo" / name).write_text(BASE.format(model=models["untied"]))
     for role in (launch, orchestrator, trainer):
         with pytest.raises(ConfigError, match="foo has files and is not a run's directory"):
-            role.main([f"{tmp_path}/foo/config.toml", f"output_dir={tmp_path}", "run_name=foo"])
+            role.main([f"{tmp_path}/foo/config.toml", f"output_dir={tmp_path}", "run_name=foo", *SERVER])
     found = {path: path.read_text() for path in tmp_path.glob("foo/**/*") if path.is_file()}
     assert found == {tmp_path / "foo" / name: BASE.format(model=models["untied"]) for name in files}
 
 
 def test_a_directory_belongs_to_one_run(make_cfg, tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "config.toml").write_text(to_toml(make_cfg("env.args={ a = 1, b = 2 }")))
-    refuse_other(tmp_path, to_toml(make_cfg("seed=1")))  # it has not begun
+    write_config(tmp_path, to_toml(make_cfg("seed=1")))
+    write_config(tmp_path, to_toml(make_cfg("env.args={ a = 1, b = 2 }")))  # it has not begun
     (tmp_path / "checkpoints" / "step_000001").mkdir()
     free = ("max_steps=7", "eval.every=3", "inference.gpus=2", "trainer.sync_timeout_s=9", "prepare=x.py")
     same = ("env.args.b=2", "env.args.a=1", *free)
-    refuse_other(tmp_path, to_toml(make_cfg(*same)))
+    write_config(tmp_path, to_toml(make_cfg(*same)))
     others = ("seed=1", "env.args.a=2", "trainer.loss=grpo", "trainer.learning_rate=2e-3", "max_seq_len=32")
     for other in (*others, "eval.temperature=0.5", "eval.max_tokens=9"):  # instructor #2586
         key = other.partition("=")[0].removesuffix(".args.a")
         with pytest.raises(ConfigError, match=f"{key} was .*, now .* choose another run_name, or --from"):
-            refuse_other(tmp_path, to_toml(make_cfg(*same, other)))
+            write_config(tmp_path, to_toml(make_cfg(*same, other)))
 
 
 def test_a_run_has_the_rows_that_it_began_with(tmp_path):
@@ -145,11 +150,11 @@ def test_a_run_has_the_rows_that_it_began_with(tmp_path):
         env = SingleTurnEnv([{"question": "a", "info": {"x": objects, "y": lambda: 0}}], [{"question": text}])
         other = pytest.raises(ConfigError, match="rows.json: the run has begun with another")
         with other if (start, text) == (3, "b") else nullcontext():
-            keep_rows(tmp_path, {"task": env}, start)
+            keep_examples(tmp_path, {"task": env}, start)
     for i, new in enumerate((np.eye(1, 2000, 1000)[0], np.float32(2), datetime(2026, 1, 2), Decimal(3), {4})):
         rows = [{"question": "a", "info": {"x": [*objects[:i], new, *objects[i + 1 :]], "y": lambda: 0}}]
         with pytest.raises(ConfigError, match="rows.json: the run has begun with another"):
-            keep_rows(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
+            keep_examples(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
 
 
 def test_logs_are_cut_where_a_run_goes_on(tmp_path):
@@ -161,8 +166,8 @@ def test_logs_are_cut_where_a_run_goes_on(tmp_path):
 
 
 def test_every_key_is_read_somewhere():
-    files = [*ROOT.glob("*.py"), *ROOT.glob("configs/**/*.py"), *ROOT.glob("tools/*.py")]
+    files = [*ROOT.glob("*.py"), *ROOT.glob("rolemodel/**/*.py"), *ROOT.glob("tools/*.py")]
     code = "\n".join(path.read_text() for path in files)
     sampling = "orchestrator.sampling."  # sent to vLLM as a whole
-    for key in configs.DEFAULTS:
+    for key in config.DEFAULTS:
         assert key.startswith(sampling) or re.search(rf"\.{key.split('.')[-1]}\b", code), key

@@ -13,8 +13,8 @@ from datasets import Dataset
 from scripted import play
 
 import env
-from configs.runtime.role import ConfigError
 from env import Rubric, SingleTurnEnv, call, load_environment, load_rows
+from rolemodel.role import ConfigError
 
 
 def score(rubric, state):
@@ -54,10 +54,10 @@ ROW = {"question": "a", "answer": "1"}
 ])  # fmt: skip
 def test_a_row_that_only_looks_like_one_is_refused(rows, tmp_path):
     """datasets #1784, #6891: dict() takes pairs for a row; and a missing answer would be the word "nan"."""
-    with pytest.raises(ConfigError, match="rows, line 2, is not a JSON object"):
+    with pytest.raises(ConfigError, match="dataset, line 2: "):
         load_rows([ROW, rows])
     pd.DataFrame([ROW, ROW]).to_json(tmp_path / "rows.json")
-    with pytest.raises(ConfigError, match="rows.json, line 1, .*: it is a dict, not a row"):
+    with pytest.raises(ConfigError, match="rows.json, line 1: an example is a dict of its columns, .* not a dict"):
         load_rows(tmp_path / "rows.json")
 
 

@@ -9,11 +9,11 @@ from plain_server import PlainServer
 from scripted import play
 from think_env import Turns
 
-from configs.environments.judge import JudgeRubric
-from configs.environments.parsers import XMLParser, extract_boxed_answer
-from configs.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
-from configs.environments.tools import ToolEnv
 from env import SingleTurnEnv
+from rolemodel.environments.judge import JudgeRubric
+from rolemodel.environments.parsers import XMLParser, extract_boxed_answer
+from rolemodel.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
+from rolemodel.environments.tools import ToolEnv
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}]
 

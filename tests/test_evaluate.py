@@ -6,12 +6,12 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+import toy
 from conftest import all_batches, append, lines, write_run
 from plain_server import PlainServer
 
-from configs.models import toy
-from configs.runtime.role import ConfigError, DataError
 from orchestrator import Rollout
+from rolemodel.role import ConfigError, DataError
 from tools import evaluate
 
 # Answers to a question are right if they have more than three letters.
@@ -87,7 +87,7 @@ def test_vllm_is_sampled_as_the_runs_own_evaluations_sample(run, fake_servers, c
     args = [f"{run_dir}.toml", "--eval", "--base-url", f"{fake_servers()}/v1", "--out", f"{run_dir}/again.jsonl"]
     evaluate.main([*args, *more])
     first = [line for line in lines(run_dir / "eval_rollouts.jsonl") if line["step"] == 0]
-    again = sorted(lines(run_dir / "again.jsonl"), key=lambda line: (line["example"], line["rollout"]))
+    again = sorted(lines(run_dir / "again.jsonl"), key=lambda line: (line["example"], line["member"]))
     assert [line | {"version": 0} for line in again] == first and any(line["truncated"] for line in first)
     assert f"avg@2 {lines(run_dir / 'eval.jsonl')[0]['reward/mean']:.3f}" in capsys.readouterr().out
 
@@ -137,12 +137,12 @@ def test_groups_are_of_one_example_of_one_environment_of_one_generation(tmp_path
     rows = [{"env": "b", "example": 0, "reward": reward} for reward in (2.0, 4.0)]
     for rewards in ([None, 1.0, 0.0], [5.0, 1.0, 3.0, 3.0]):  # of the first, a rollout is lost
         for i, reward in enumerate(rewards):
-            place = {"env": "a", "step": 0, "example": 0, "group": 0, "attempt": 0, "rollout": i}
+            place = {"env": "a", "step": 0, "example": 0, "slot": 0, "attempt": 0, "member": i}
             rows.append(place | {"reward": reward, "truncated": reward == 0})
     append(tmp_path / "data.jsonl", [row | {"prompt": ASK, "completion": say("a")} for row in rows])
     evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])
     (batch,) = all_batches(tmp_path / "run-offline")
-    found = [(s["group"], s["env"], s["adv"].tolist()[-1]) for s in batch.sequences]
+    found = [(s["slot"], s["env"], s["adv"].tolist()[-1]) for s in batch.sequences]
     first = [(0, "b", -1), (0, "b", 1), (1, "a", 0.5), (1, "a", 0)]
     assert found == [*first, (2, "a", 2), (2, "a", -2), (2, "a", 0), (2, "a", 0)]
     assert [trained_text(s) for s in batch.sequences] == ["a<|end|>"] * 3 + [""] + ["a<|end|>"] * 4

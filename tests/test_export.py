@@ -7,7 +7,7 @@ from peft import PeftModel
 from ranks import replays
 from transformers import AutoModelForCausalLM
 
-from configs.runtime.role import ConfigError
+from rolemodel.role import ConfigError
 from tools import export
 
 

@@ -13,7 +13,7 @@ from tools import plot, show
 
 def rollout_line(step, group, rollout, reward, text="8", **more):
     """A line of rollouts.jsonl."""
-    line = {"step": step, "env": "task", "example": 7 + group, "group": group, "attempt": 0, "rollout": rollout}
+    line = {"step": step, "env": "task", "example": 7 + group, "slot": group, "attempt": 0, "member": rollout}
     line |= {"version": step, "reward": reward, "turn_rewards": None, "agent_rewards": {}, "error": "", "dropped": ""}
     line |= {"metrics": {"exact": reward}, "truncated": False, "num_turns": 1, "num_tokens": 9, "answer": "so"}
     messages = [[{"role": role, "content": content}] for role, content in (("user", "why"), ("assistant", text))]
@@ -28,7 +28,7 @@ def make_run(path, model="none", table=""):
     sequences = make_sequences(5, group=2)
     for s, rollout, adv in zip(sequences, (0, 1, 2, 3, 1), (-0.5, 0.5, -0.25, 0.25, 0.5)):
         group, rollout = divmod(rollout, 2)
-        s.info |= {"env": "task", "group": group, "attempt": 1 - group, "rollout": rollout}
+        s.info |= {"env": "task", "slot": group, "attempt": 1 - group, "member": rollout}
         s.adv = np.float32(adv) * s.mask
     sequences[4].agent = "critic"
     sequences[4].old_logp[-1] = np.nan

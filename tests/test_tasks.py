@@ -1,4 +1,4 @@
-"""configs/tasks/ and the toys of configs/models/: rows, rewards and tools with a scripted policy; the warm-up."""
+"""configs/ and the toys of configs/models/: rows, rewards and tools with a scripted policy; the warm-up."""
 
 import asyncio
 import importlib
@@ -8,19 +8,23 @@ import subprocess
 import sys
 from collections import Counter
 
+import gsm8k
+import math_python
 import numpy as np
 import pytest
+import reverse_distill
+import toy
 import transformers
+import wiki_search
+import wordle
 from conftest import ROOT
 from datasets import Dataset
 from scripted import play
 
-from configs import load_config
-from configs.models import toy
-from configs.models.demonstrations import tokenize_conversation
-from configs.runtime.role import ConfigError
-from configs.tasks import gsm8k, math_python, reverse_distill, wiki_search, wordle
 from env import load_environment
+from rolemodel.config import load_config
+from rolemodel.demonstrations import tokenize_conversation
+from rolemodel.role import ConfigError
 
 TOYS = "alphabet_sort gsm8k math_python reverse_text wiki_search".split()
 
@@ -38,7 +42,7 @@ def test_toys_fit_their_configuration(name):
     env = load_environment(cfg.env[0].id, cfg.env[0].args)
     train, held_out = ({str(row) for row in rows} for rows in (env.dataset, env.eval_dataset))
     assert train and held_out and not train & held_out
-    task = importlib.import_module(f"configs.tasks.{name}")
+    task = importlib.import_module(name)
     tokenizer = toy.make_tokenizer(getattr(task, "TOKENS", ()))
     talks = task.demonstrations(256)
     assert len(talks) == 256 and talks == task.demonstrations(256)
@@ -64,8 +68,8 @@ def test_reverse_text(tmp_path):
     assert 0 < play(env, row, row["question"][:0:-1])[1] < 0.5 and play(env, row, "")[1] == 0
     taught = reverse_distill.hint({"prompt": [{"role": "user", "content": "ab"}], "answer": "ba"})
     assert [message["content"] for message in taught] == ["ba", "ab"]
-    named = {"prompt": "configs.tasks.reverse_distill:hint", "args": {"num_train": 4}}
-    assert len(load_environment("distill", {"id": "reverse_text", "weight": 1.0} | named).dataset) == 4
+    named = {"prompt": "reverse_distill:hint", "args": {"num_train": 4}}
+    assert len(load_environment("with_teacher", {"id": "reverse_text", "weight": 1.0} | named).dataset) == 4
     (tmp_path / "rows.jsonl").write_text('{"prompt": "abcd"}\n{"prompt": "xyz"}')
     env = load_environment("reverse_text_qwen3", {"path": str(tmp_path / "rows.jsonl"), "num_eval": 1})
     said = ["<reversed_text>\nzyx\n</reversed_text>", "<reversed_text>zy</reversed_text>", "zyx"]
@@ -208,7 +212,7 @@ def test_wiki_search():
 # --- the toys' warm-up ------------------------------------------------------------------------------------------------
 
 QUICK = """
-from configs.tasks import reverse_text
+import reverse_text
 from env import SingleTurnEnv
 WARM_UP_STEPS = 2
 demonstrations = reverse_text.demonstrations

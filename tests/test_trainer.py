@@ -22,13 +22,14 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import configs
 import trainer
-from configs.algorithms import losses
-from configs.runtime import checkpoints, speed
-from configs.runtime.role import ConfigError, DataError, NumericsError, RunError
-from tools import fork
+from rolemodel import checkpoints, losses, speed
+from rolemodel.config import load_config
+from rolemodel.role import ConfigError, DataError, NumericsError, RunError
+from rolemodel.trees import Costs, cut_into_trees
+from tools import start_from
 
+FREE = Costs(0.0, math.inf)
 CPU = torch.device("cpu")
 EXACT = {"rtol": 0, "atol": 0}
 EPOCHS = ["trainer.updates_per_batch=2", "trainer.minibatches=2"]
@@ -114,15 +115,13 @@ def test_a_tree(make_cfg):
     """Two rows that fork, in the order of their tokens. What each position sees: test_a_step_against_float64."""
     fields = {"tokens": torch.tensor([7, 8, 9, 4, 7, 8, 5, 6]), "mask": torch.tensor([0, 0, 1, 1, 0, 0, 1, 1])}
     batch = trainer.Batch(fields, [4, 4], [2, 2], [1.0, 1.0], {})
-    policy = Policy()
-    assert trainer.plant(batch, [0, 1], 6, policy) == [(4, [0]), (4, [1])]
-    policy.shares_prefixes = True
-    assert trainer.plant(batch, [0, 1], 6, policy) == [(6, [1, 0])]
-    assert len(trainer.plant(batch, [0, 1], 5, policy)) == 2  # it has six tokens
-    policy.pair_cost = 1.0  # then attention, of which a tree has more, costs most
-    assert len(trainer.plant(batch, [0, 1], 6, policy)) == 2
+    ids = fields["tokens"].split(batch.lens)
+    assert cut_into_trees(ids, [0, 1], 6, None) == [(4, [0]), (4, [1])]
+    assert cut_into_trees(ids, [0, 1], 6, FREE) == [(6, [1, 0])]
+    assert len(cut_into_trees(ids, [0, 1], 5, FREE)) == 2  # it has six tokens
+    assert len(cut_into_trees(ids, [0, 1], 6, Costs(1.0, 99))) == 2  # attention, of which a tree has more, costs most
     micro = trainer.collate(fields, batch.lens, [[1, 0]], 8, CPU)
-    assert micro["tokens_N"].tolist() == [5, 6, 9, 4] and micro["row_N"].tolist() == [0, 0, 1, 1]
+    assert micro["tokens_N"].tolist() == [5, 6, 9, 4] and micro["sequence_N"].tolist() == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -134,14 +133,14 @@ def test_micro_batches_hold_each_row_once(world, shares, make_cfg, tmp_path, mon
     seen = Counter()
     shapes = []
     policy = Policy()
-    policy.shares_prefixes = shares
+    policy.tree_costs = FREE if shares else None
     for rank in range(world):
         monkeypatch.setattr(trainer.dist, "get_rank", lambda: rank)
         micros = trainer.make_micros(batch, list(range(13)), cfg, policy)
         shapes.append([micro["ids_BW"].shape[1] for micro in micros])
         for micro in micros:
             seen.update(micro["at_N"].tolist())
-            assert shares or micro["row_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])
+            assert shares or micro["sequence_N"].equal(micro["index_N"] // micro["ids_BW"].shape[1])
             assert micro["ids_BW"].numel() <= 64  # and one of the sequences is imitated
             assert (micro["num_tokens"], micro["num_sequences"], micro["max_tokens"]) == (sum(batch.counts), 12, 16)
             assert (micro["num_computed"] < sum(batch.lens)) == shares
@@ -392,7 +391,7 @@ def test_final_loads_in_transformers_and_peft(kind, replay, models, tmp_path):
         found = AutoModelForCausalLM.from_pretrained(final, dtype="auto")
         assert found.dtype == torch.float32 and (final / "generation_config.json").read_text().startswith('{"do_sample')
     # A step at rate 0 scores a batch by what the run's checkpoint holds.
-    cfg = configs.load_config(tmp_path / "test.toml", more)
+    cfg = load_config(tmp_path / "test.toml", more)
     policy = trainer.build_policy(cfg)
     checkpoints.resume(final.parent, policy, trainer.make_optimizer(policy, cfg.trainer))
     batch = trainer.load_batch(saved / "step_000000.safetensors")
@@ -539,7 +538,14 @@ def test_three_useless_steps_in_a_row_end_a_run(useless, make_cfg, tmp_path, mon
     monkeypatch.setattr(trainer, "train_step", step)
     monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)
     with pytest.raises(NumericsError, match="three steps; step 4"):
-        trainer.main([str(tmp_path / "test.toml"), f"output_dir={tmp_path}", "max_steps=5"])
+        trainer.main(
+            [
+                str(tmp_path / "test.toml"),
+                f"output_dir={tmp_path}",
+                "max_steps=5",
+                'inference.urls=["http://127.0.0.1:9"]',
+            ]
+        )
     assert synced == [0, 1, 2, 3, 4]
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [0, 1, 2, 3]
 
@@ -566,7 +572,7 @@ def test_old_batches_go(replay, tmp_path, capfd):
     saved = tmp_path / "test-replay-cispo" / "batches"
     run_dir = replay(save(saved, 5), "checkpoint.every=2", "checkpoint.keep_batches=1")
     assert sorted(path.stem for path in saved.iterdir()) == ["logp_000004", "step_000004"]
-    assert fork.reachable(run_dir) == {0: 0, 5: 5} and (run_dir / "checkpoints" / "step_000004").exists()
+    assert start_from.reachable(run_dir) == {0: 0, 5: 5} and (run_dir / "checkpoints" / "step_000004").exists()
     replay(saved, "run_name=other")
     assert "replay: begins with" in capfd.readouterr().out
 
@@ -587,9 +593,7 @@ class Policy:
 
     vocab = 100
     device = CPU
-    shares_prefixes = False
-    pair_cost = 0.0
-    widest_tree = math.inf
+    tree_costs = None
 
     def train(self, mode=True):
         self.training = mode

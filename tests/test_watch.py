@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, append, lines
 from test_show import rollout_line
 
-from configs import to_toml
+from rolemodel.config import to_toml
 from tools import page, plot, watch
 
 FINE = {"loss": -0.01, "reward/mean": 0.5, "rollout/truncated": 0.1, "rollout/num": 100, "rollout/errors": 5}
@@ -132,7 +132,7 @@ def test_an_adapter_is_served_as_the_run_served_it(write, capfd):
     how += "--tensor-parallel-size 1 --generation-config vllm --no-enable-prefix-caching "
     run = os.path.relpath(run, ROOT)
     how += f"--lora-modules 'final={run}/final' --enable-lora --max-lora-rank 32"
-    assert serve == f"-m configs.serving.server --model a/base --served-model-name base {how}"
+    assert serve == f"-m rolemodel.serving.server --model a/base --served-model-name base {how}"
     assert evaluate.endswith(f"'{run}/config.toml' --eval --base-url http://127.0.0.1:8000/v1 --model final")
 
 

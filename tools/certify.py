@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import configs
 import orchestrator
 import trainer
-from configs.runtime.role import ConfigError, run_role
+from rolemodel.config import parse_override
+from rolemodel.lookup import find_function
+from rolemodel.role import ConfigError, run_main
 from tools.plot import STYLES
 
 RATIOS = np.exp(np.linspace(-3, 3, 241))
@@ -36,7 +37,7 @@ MAX_TOKENS = 16  # of an answer
 # What a batch says of a sequence: a value, and another, at which a mask or a weight would show.
 FIELDS = {"turn": (0, 3), "num_turns": (4, 1), "truncated": (0, 1), "staleness": (0, 20), "temperature": (1, 0.5)}
 FIELDS |= {"reward": (1, 0), "num_tokens": (8, 100), "version": (20, 0), "taught": (0, 1)}
-FIELDS |= {name: (0, 1) for name in ("example", "group", "rollout", "attempt")}
+FIELDS |= {name: (0, 1) for name in ("example", "slot", "member", "attempt")}
 
 
 class Report(list):
@@ -340,7 +341,7 @@ def certify(name: str, args: dict) -> Report:
     """The report on a loss or an advantage. Raises ConfigError if it cannot be called as one."""
     torch.set_default_dtype(torch.float64)  # also of what it makes
     try:
-        function = configs.find(name, trainer.LOSSES | orchestrator.ADVANTAGES)
+        function = find_function(name, trainer.LOSSES | orchestrator.ADVANTAGES)
         parameters = inspect.signature(function).parameters.values()
         given = [p for p in parameters if p.default is p.empty and p.kind in (0, 1) and p.name not in args]
         if len(given) == 3:
@@ -378,7 +379,7 @@ def main(argv: list[str]):
     sys.path.append(".")  # the user's modules
     args = {}
     for word in given.words:
-        args |= configs.parse_override(word) if "=" in word else {}
+        args |= parse_override(word) if "=" in word else {}
     names = [word for word in given.words if "=" not in word]
     if given.picture:
         return draw(names, args, given.picture)
@@ -393,4 +394,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    run_role("certify", "tools.certify")
+    run_main("certify", main)

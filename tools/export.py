@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import configs
-import trainer
-from configs.runtime import checkpoints
-from configs.runtime.role import ConfigError, run_role, say
+from rolemodel import checkpoints
+from rolemodel.config import load_config
+from rolemodel.lookup import ROOT
+from rolemodel.role import ConfigError, run_main, say
 from tools.show import Lines, restrict
 
 
@@ -53,10 +53,12 @@ def main(argv: list[str]):
     run, out = Path(place).resolve(), args.out.resolve()
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} has files: choose another directory")
-    cfg = configs.load_config(run / "config.toml")
+    cfg = load_config(run / "config.toml")
     path = find_checkpoint(run, which)
-    os.chdir(configs.HERE.parent)  # as launch.sh: a relative path to a model begins there
+    os.chdir(ROOT)  # as launch.sh: a relative path to a model begins there
     checkpoints.keep_model(run, cfg.run.model)  # raises if the base has changed since
+    import trainer  # the copy that the run was trained with
+
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(cfg)
     step = checkpoints.load_checkpoint(path, policy)
@@ -68,4 +70,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    run_role("export", "tools.export")
+    run_main("export", main)

@@ -6,7 +6,7 @@ After it the same held-out rows are answered with the same random numbers, and t
 batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
 seeds is seen. An arm is a list of overrides of what makes a step (ARM); the first arm is compared with each other one.
 It cannot be a branch, as in tools/compare.py, since one process holds the policy of all arms: give its loss a name of
-its own beside the old one. One server serves all. States are reached by replaying batches (tools/fork.py) from
+its own beside the old one. One server serves all. States are reached by replaying batches (tools/start_from.py) from
 checkpoints or the start.
 
 The numbers: reward, of the held-out rows; agreement, the rank correlation, over the next batch's answers, between the
@@ -19,7 +19,6 @@ import asyncio
 import json
 import os
 import re
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,17 +31,17 @@ from scipy.stats import binomtest, spearmanr
 from torch.utils._pytree import tree_map
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import configs
-import orchestrator
-import trainer
-from configs.runtime import checkpoints
-from configs.runtime.directory import run_directory, to_json
-from configs.runtime.role import ConfigError, run_role, say
+
 from env import load_environment
-from launch import COMMON, KILLED_WITH_PARENT, plan
+from rolemodel import checkpoints
+from rolemodel.config import load_config
+from rolemodel.launch import servers
+from rolemodel.lookup import ROOT, check_names, find_function
+from rolemodel.role import ConfigError, run_main, say
+from rolemodel.run_directory import run_directory, to_json
 from tools.compare import interval, p_value, parse_arms
-from tools.fork import reachable, repeat_step
 from tools.show import with_interval
+from tools.start_from import reachable, repeat_step
 
 # What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
 ARM = r"orchestrator\.advantage|trainer\.(loss|loss_args.*|optimizer|learning_rate|lr_scheduler_type|warmup_\w+|beta"
@@ -52,6 +51,8 @@ SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 def optimizer_at(policy, t, kept: dict):
     """An optimizer of these settings, and the policy, in the state that was kept."""
+    import trainer
+
     optimizer = trainer.make_optimizer(policy, t)
     for name, p in policy.trained().items():
         p.data.copy_(kept["policy"][name])
@@ -68,6 +69,9 @@ def path_of(run: Path, step: int) -> Path:
 def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
     """adv_T of a batch file by a function, from what its sequences say of their rollouts: reward, truncated,
     num_turns and num_tokens, but neither metrics nor state. 0 for demonstrations."""
+    import orchestrator
+    import trainer
+
     batch = trainer.load_batch(path)
     mask_T = batch.fields["is_sampled"]
     groups = defaultdict(dict)
@@ -77,11 +81,11 @@ def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
         s = orchestrator.Sequence(mask=mask_L.numpy(), turn=turn_L.numpy(), agent=info["agent"])
         s.adv = np.zeros(len(mask_L), np.float32)
         sequences.append(s)
-        if "group" in info:
-            about = {name: info[name] for name in ("env", "example", "group", "attempt", "rollout", "reward")}
+        if "slot" in info:
+            about = {name: info[name] for name in ("env", "example", "slot", "attempt", "member", "reward")}
             about |= {name: info[name] for name in ("num_turns", "num_tokens", "truncated")}
             new = orchestrator.Rollout(**about)
-            r = groups[info["env"], info["group"], info["attempt"]].setdefault(info["rollout"], new)
+            r = groups[info["env"], info["slot"], info["attempt"]].setdefault(info["member"], new)
             r.state.setdefault("agent_rewards", {})[s.agent] = info["reward"]
             r.sequences.append(s)
     for group in groups.values():
@@ -89,14 +93,18 @@ def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([s.adv for s in sequences]))
 
 
-def score(policy, batch: trainer.Batch, cfg) -> torch.Tensor:
+def score(policy, batch, cfg) -> torch.Tensor:
     """logp_T of a batch's loss tokens."""
+    import trainer
+
     rows = [row for row, num in enumerate(batch.counts) if num]
     return trainer.score(policy, batch, rows, cfg).cpu()
 
 
-def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, float]:
+def moved(batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, float]:
     """How the log-probabilities of its sampled tokens have changed, see above."""
+    import trainer
+
     mask_T, adv_T = batch.fields["is_sampled"], batch.fields["adv"]
     step_T = (after_T - before_T) * mask_T
     right, wrong = (step_T[mask_T & is_so_T].mean().item() for is_so_T in (adv_T > 0, adv_T < 0))
@@ -111,6 +119,8 @@ def moved(batch: trainer.Batch, before_T: torch.Tensor, after_T: torch.Tensor) -
 
 async def evaluate(cfg, envs: dict, version: int) -> float:
     """The mean reward of the held-out rows, whose lines go to eval.jsonl."""
+    import orchestrator
+
     client = orchestrator.Client(cfg)
     client.version = version
     await orchestrator.evaluate(version, envs, client)
@@ -121,8 +131,11 @@ async def evaluate(cfg, envs: dict, version: int) -> float:
 
 def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int], out: Path) -> dict:
     """Returns {arm: {number: its value after a step from each state}}. cfg: the run's, with `out` as its directory;
-    arms: {name: cfg}; starts: of tools.fork.reachable."""
-    base = configs.load_config(run / "config.toml")
+    arms: {name: cfg}; starts: of tools.start_from.reachable."""
+    import orchestrator
+    import trainer
+
+    base = load_config(run / "config.toml")
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(base)
     optimizer = trainer.make_optimizer(policy, base.trainer)
@@ -148,7 +161,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
         for name, arm in arms.items():
             batch = trainer.load_batch(path_of(run, state))
             if arm.orchestrator.advantage != base.orchestrator.advantage:
-                functions = (configs.find(c.orchestrator.advantage, orchestrator.ADVANTAGES) for c in (base, arm))
+                functions = (find_function(c.orchestrator.advantage, orchestrator.ADVANTAGES) for c in (base, arm))
                 old_T, new_T = (advantages_of(path_of(run, state), function) for function in functions)
                 rest_T = batch.fields["adv"] - old_T  # what is imitated
                 if rest_T[batch.fields["is_sampled"]].abs().max() > 1e-4:  # or a teacher has added to it
@@ -185,6 +198,7 @@ def summary(found: dict) -> str:
 
 
 def main(argv: list[str]):
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="of all arms, e.g. of [eval]")
@@ -196,7 +210,7 @@ def main(argv: list[str]):
     out = (args.out or run / "microscope").resolve()
     if out.exists():
         raise ConfigError(f"{out} is there already: remove it, or choose another --out")
-    os.chdir(configs.HERE.parent)  # as launch.sh: a relative path to a model begins there
+    os.chdir(ROOT)  # as launch.sh: a relative path to a model begins there
     starts = {state: start for state, start in reachable(run).items() if path_of(run, state + 1).exists()}
     states = sorted(state for state in starts if path_of(run, state).exists())
     if not states:
@@ -208,29 +222,21 @@ def main(argv: list[str]):
         for word in own:
             if not re.fullmatch(ARM, word.partition("=")[0]):
                 raise ConfigError(f"--arm {word}: not one of the keys that make a step, {ARM}")
-        arm = arms[name] = configs.load_config(file, [*args.overrides, *own])
-        configs.find(arm.trainer.loss, trainer.LOSSES)
+        arm = arms[name] = load_config(file, [*args.overrides, *own])
+        check_names(arm)
     given = [f"output_dir={json.dumps(str(out.parent))}", f"run_name={json.dumps(out.name)}", "trainer.gpus=1"]
     given += ["inference.urls=[]", *args.overrides]
-    cfg = configs.load_config(file, given)
+    cfg = load_config(file, given)
     given.append(f"inference.gpus={cfg.inference.args['tensor_parallel_size']}")
-    for part in ("batches", "checkpoints", "tmp"):
+    for part in ("batches", "checkpoints", "logs"):
         (out / part).mkdir(parents=True)
     os.environ["ROLEMODEL_RUN_ID"] = out.name
-    tmp = f"/proc/{os.getpid()}/fd/{os.open(out, os.O_RDONLY)}/tmp"  # short, as in launch.py
-    roles = {role.name: role for role in plan(configs.load_config(file, given), [], tmp)}
-    os.environ.update(COMMON | os.environ | roles["trainer"].env)
-    cfg = configs.load_config(file, given)  # with the server's address
-    env = os.environ | roles["inference"].env
-    with open(out / "inference.log", "w") as log:
-        server = subprocess.Popen([*KILLED_WITH_PARENT, *roles["inference"].argv], env=env, stdout=log, stderr=log)
-    try:
+    with servers(load_config(file, given), [], out):
+        cfg = load_config(file, given)  # with the server's address
         text = summary(examine(run, cfg, arms, chosen, starts, out))
-    finally:
-        server.terminate()
     (out / "microscope.md").write_text(text, "utf-8")
     say(text)
 
 
 if __name__ == "__main__":
-    run_role("microscope", "tools.microscope")
+    run_main("microscope", main)

@@ -25,14 +25,14 @@ from string import Template
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configs.runtime.directory import to_json
+from rolemodel.run_directory import to_json
 from tools import plot, show
 
 FOLDER = Path(__file__).resolve().parent / "page"  # the template, the style and the script
 FILES = {"evaluation": "eval_rollouts.jsonl", "training": "rollouts.jsonl"}
 MOST_TEXT = 20_000  # characters of a message; longer ones are cut in the middle
 MOST_TOKENS = 4_000  # of a training sequence
-KEPT = ("rollout", "reward", "metrics", "error", "truncated", "version", "num_turns", "turn_rewards", "agent_rewards")
+KEPT = ("member", "reward", "metrics", "error", "truncated", "version", "num_turns", "turn_rewards", "agent_rewards")
 
 
 def pack(value) -> str:
@@ -74,7 +74,7 @@ def group_parts(kind: str, lines: list[dict], rollouts: dict[tuple, list[dict]])
     """A group as page.js shows it. rollouts: the sequences of its step."""
     first = lines[0]
     parts = {"kind": kind, "row": first["example"]}
-    parts |= {name: first[name] for name in ("step", "env", "group", "attempt", "dropped")}
+    parts |= {name: first[name] for name in ("step", "env", "slot", "attempt", "dropped")}
     parts |= {"answer": cut(first["answer"]), "prompt": conversation(first["prompt"]), "rollouts": []}
     for line in lines:
         rollout = {name: line[name] for name in KEPT}

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import configs
-import trainer
-from configs.runtime import checkpoints, speed
-from configs.runtime.directory import is_saved, refuse_other, run_directory
-from configs.runtime.role import ConfigError, run_role, say
+from rolemodel import checkpoints, speed
+from rolemodel.config import load_config, to_toml
+from rolemodel.lookup import check_function
+from rolemodel.role import ConfigError, run_main, say
+from rolemodel.run_directory import is_saved, run_directory, write_config
 from tools.show import lock
 
 
@@ -25,8 +25,8 @@ def main(argv: list[str]):
     parser.add_argument("batches", type=Path, metavar="DIR")
     parser.add_argument("overrides", nargs="*", metavar="table.key=value")
     args = parser.parse_args(argv)
-    cfg = configs.load_config(args.config, args.overrides)
-    configs.find(cfg.trainer.loss, trainer.LOSSES)
+    cfg = load_config(args.config, args.overrides)
+    check_function("trainer.loss", cfg.trainer.loss, cfg.trainer.script, "LOSSES", cfg.trainer.loss_args, 3)
     paths = sorted(args.batches.glob("step_*.safetensors"))[: cfg.run.max_steps]
     if not paths:
         raise ConfigError(f"{args.batches}: there is no batch of a step below max_steps")
@@ -34,11 +34,12 @@ def main(argv: list[str]):
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}")
     if paths[0].stem != "step_000000":
         say(f"replay: begins with {paths[0]}, since earlier batches are gone (checkpoint.keep_batches)")
-    text = f"{configs.to_toml(cfg)}# batches = {paths[0].resolve()}\n"
-    refuse_other(run_dir, text)
+    text = f"{to_toml(cfg)}# batches = {paths[0].resolve()}\n"
+    write_config(run_dir, text)
     if (run_dir / "checkpoints" / f"step_{len(paths):06d}").exists():
         raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")
-    (run_dir / "config.toml").write_text(text, "utf-8")
+    import trainer  # the copy that trainer.script names
+
     trainer.start_distributed(cfg)
     message = f"{run_dir} belongs to another replay: choose another run_name"
     _held = trainer.dist.get_rank() or lock(run_dir / ".lock", message)  # until the end
@@ -60,4 +61,4 @@ def main(argv: list[str]):
 
 
 if __name__ == "__main__":
-    run_role("replay", "tools.replay")
+    run_main("replay", main)

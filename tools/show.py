@@ -80,7 +80,7 @@ def run_with(*files: str) -> Callable[[str], Path]:
 def lock(path: Path, message: str):
     """Locks a file until it, which is returned, is closed, or this process ends. Raises ConfigError with the message if
     another process has locked it."""
-    from configs.runtime.role import ConfigError
+    from rolemodel.role import ConfigError
 
     file = open(path, "w")
     try:
@@ -142,7 +142,7 @@ def summary(line: dict) -> str:
 
 
 def group_key(line: dict) -> tuple:
-    return line["step"], line["env"], line["group"], line["attempt"]
+    return line["step"], line["env"], line["slot"], line["attempt"]
 
 
 # --- the tokens of a batch --------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def group_key(line: dict) -> tuple:
 
 def rollout_key(about: dict) -> tuple:
     """What a line of rollouts.jsonl and the sequences of a batch file have in common."""
-    return about.get("env"), about.get("group"), about.get("attempt"), about.get("rollout")
+    return about.get("env"), about.get("slot"), about.get("attempt"), about.get("member")
 
 
 def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
@@ -190,7 +190,7 @@ def token_effects(run: Path, batch, logp_T) -> dict:
     import torch
 
     import trainer
-    from configs import load_config
+    from rolemodel.config import load_config
 
     t = load_config(run / "config.toml").trainer  # it also finds the modules beside the TOML of the run
     rows = [row for row, num in enumerate(batch.counts) if num]
@@ -217,7 +217,7 @@ def load_tokenizer(run: Path):
     """The Transformers tokenizer of the model that a run began with."""
     import transformers
 
-    from configs import load_config
+    from rolemodel.config import load_config
 
     model = load_config(run / "config.toml").run.model
     local = ROOT / model  # launch.sh runs in ROOT, so a relative path begins there
@@ -258,7 +258,7 @@ def group_table(lines: Iterator[dict], num: int) -> str:
 
 def as_text(line: dict, most: int = 0) -> str:
     """A rollout with its heading. most: characters of a message, whose middle is left out; 0: all."""
-    text = f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['rollout']}: {summary(line)}"
+    text = f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['member']}: {summary(line)}"
     text += ", cut off" if line["truncated"] else ""
     text += f", dropped: {line['dropped']}" if line["dropped"] else ""
     for message in as_messages(line["prompt"]) + as_messages(line["completion"]):

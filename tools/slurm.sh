@@ -6,7 +6,7 @@
 #SBATCH --exclusive
 #SBATCH --mem=0
 #SBATCH --output=%x-%j.log
-# sbatch configs/slurm.sh config.toml [table.key=value ...], from the repository, which all nodes must see.
+# sbatch tools/slurm.sh config.toml [table.key=value ...], from the repository, which all nodes must see.
 # The first node gives inference.gpus of its GPUs to vLLM; every node gives trainer.gpus of them to the trainer.
 set -eu
 config=$1
@@ -22,8 +22,8 @@ PY=.venv/bin/python
 [ -x "$PY" ] || PY=python3
 resolve='
 import sys
-from configs import load_config
-from configs.runtime.directory import run_directory
+from rolemodel.config import load_config
+from rolemodel.run_directory import run_directory
 cfg = load_config(sys.argv[1], sys.argv[2:])
 print(cfg.trainer.gpus, cfg.run.max_steps, run_directory(cfg))'
 resolved=$(PYTHONPATH=$PWD "$PY" -c "$resolve" "$config" "$@")

@@ -15,13 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import trainer
-from configs import load_config
-from configs.runtime import checkpoints
-from configs.runtime.directory import cut_lines
-from configs.runtime.role import ConfigError, RunError, run_role, say
-from launch import COMMON
+from rolemodel import checkpoints
+from rolemodel.config import load_config
+from rolemodel.launch import COMMON
+from rolemodel.role import ConfigError, RunError, run_main, say
+from rolemodel.run_directory import cut_lines
 from tools.show import Lines, lock
 
 # Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
@@ -67,6 +68,8 @@ def copy(parent: Path, start: int, version: int, run_dir: Path):
 
 def repeat_step(policy, optimizer, run: Path, step: int, cfg):
     """Takes a step that a run has taken. Raises ConfigError if it is another one now."""
+    import trainer
+
     batch = trainer.load_batch(run / "batches" / f"step_{step:06d}.safetensors")
     metrics, _ = trainer.train_step(policy, optimizer, batch, step, cfg)
     tolerance = 0.01 if cfg.trainer.dtype == "fp32" else 0.1
@@ -79,12 +82,14 @@ def repeat_step(policy, optimizer, run: Path, step: int, cfg):
 
 def train(parent: Path, parents, version: int, run_dir: Path, cfg):
     """Takes the parent's steps again, from the newest checkpoint. Runs under torchrun."""
+    import trainer
+
     trainer.start_distributed(cfg)
     policy = trainer.build_policy(parents)
     optimizer = trainer.make_optimizer(policy, parents.trainer)
     for step in range(checkpoints.resume(run_dir, policy, optimizer), version):
         repeat_step(policy, optimizer, parent, step, parents)
-        say(f"fork: step {step} again")
+        say(f"step {step} again")
     checkpoints.save_checkpoint(run_dir, version, policy, optimizer, cfg)
     trainer.dist.destroy_process_group()
 
@@ -94,17 +99,17 @@ def main(argv: list[str]):
     place, _, step = argv[at + 1].rpartition("@")
     parent = Path(place).resolve()
     rest = argv[:at] + argv[at + 2 :]
-    parents = load_config(parent / "config.toml")  # first, since each adds its directory to the end of sys.path
     cfg = load_config(rest[0], rest[1:])
+    parents = load_config(parent / "config.toml")  # last: its steps are repeated, so its modules and scripts count
     run_dir = Path(cfg.run.output_dir, cfg.run.run_name)
     making = run_dir.with_name(f".{run_dir.name}.fork")  # becomes run_dir when all is there
     version = int(step) + 1
-    if trainer.dist.is_torchelastic_launched():
+    if dist.is_torchelastic_launched():
         return train(parent, parents, version, making, cfg)
     about = {"run": str(parent), "step": int(step)}
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     message = f"{run_dir} is being made by another --from: choose another run_name"
-    _held = lock(run_dir.with_name(f".{run_dir.name}.lock"), message)  # until launch.py takes its own
+    _held = lock(run_dir.with_name(f".{run_dir.name}.lock"), message)  # until rolemodel/launch.py takes its own
     if not run_dir.exists():
         found = reachable(parent)
         if version not in found:
@@ -118,7 +123,7 @@ def main(argv: list[str]):
         if found[version] < version:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1"]
             command += ["--nproc-per-node", str(cfg.trainer.gpus), __file__, *argv]
-            threads = str(max(1, len(os.sched_getaffinity(0)) // cfg.trainer.gpus))  # as launch.py has it
+            threads = str(max(1, len(os.sched_getaffinity(0)) // cfg.trainer.gpus))  # as rolemodel/launch.py has it
             if subprocess.run(command, env=COMMON | {"OMP_NUM_THREADS": threads} | os.environ).returncode:
                 raise RunError("the other run's steps could not be taken again, see above")
         for path in parent.glob("*.jsonl"):
@@ -129,8 +134,8 @@ def main(argv: list[str]):
     mark = run_dir / "parent.json"
     if not mark.exists() or json.loads(mark.read_text()) != about:
         raise ConfigError(f"{run_dir} is another run: choose another run_name")
-    os.execv(sys.executable, [sys.executable, "launch.py", *rest])
+    os.execv(sys.executable, [sys.executable, "-m", "rolemodel.launch", *rest])
 
 
 if __name__ == "__main__":
-    run_role("fork", "tools.fork")
+    run_main("start_from", main)

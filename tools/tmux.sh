@@ -11,8 +11,8 @@ CDPATH= cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." || exit 2
 python=.venv/bin/python
 [ -x "$python" ] || python=python3
 run_dir=$(PYTHONPATH=$PWD "$python" -c '
-from configs import load_config
-from configs.runtime.directory import run_directory
+from rolemodel.config import load_config
+from rolemodel.run_directory import run_directory
 from sys import argv
 try:
     print(run_directory(load_config(argv[1], argv[2:])))

@@ -31,11 +31,11 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from configs import load_config
-from configs.algorithms.evaluation import means
-from configs.runtime.directory import cut_lines
-from configs.runtime.role import say
-from configs.serving.flags import as_flags, server_options
+from rolemodel.config import load_config
+from rolemodel.evaluation import means
+from rolemodel.role import say
+from rolemodel.run_directory import cut_lines
+from rolemodel.serving.flags import as_flags, server_options
 from tools import show
 
 WINDOW = 10  # steps that a warning looks at
@@ -138,7 +138,7 @@ def numbers_of(lines: list[dict]) -> dict[str, float]:
     rewards = [{"mean": line["reward"]} for line in lines if line["reward"] is not None]
     numbers = means([line["metrics"] for line in lines] + rewards, "reward/") | means(sizes, "rollout/")
     numbers |= {"rollout/num": len(lines), "rollout/errors": sum(bool(line["error"]) for line in lines)}
-    reasons = Counter(group[0]["dropped"] or "kept" for group in grouped(lines, "group", "attempt"))
+    reasons = Counter(group[0]["dropped"] or "kept" for group in grouped(lines, "slot", "attempt"))
     numbers |= {f"group/{reason}": reasons[reason] for reason in ("kept", "flat", "failed", "long")}
     return numbers | percentiles(lines)
 
@@ -168,7 +168,7 @@ def commands(run: Path, cfg) -> list[str]:
         options |= {"enable_lora": True, "max_lora_rank": max(8, 1 << (cfg.trainer.lora_rank - 1).bit_length())}
     evaluate = [python, "tools/evaluate.py", os.path.relpath(run / "config.toml", show.ROOT), "--eval"]
     evaluate += ["--base-url", "http://127.0.0.1:8000/v1", "--model", "final"]
-    return [shlex.join([python, "-m", "configs.serving.server", *as_flags(options)]), shlex.join(evaluate)]
+    return [shlex.join([python, "-m", "rolemodel.serving.server", *as_flags(options)]), shlex.join(evaluate)]
 
 
 # --- wandb ------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Tracker:
     that a resumed run trains again are not sent again. Account and place are set as wandb wants it: WANDB_PROJECT,
     WANDB_MODE=offline, ..."""
 
-    COLUMNS = ["step", "env", "example", "rollout", "reward", "truncated", "prompt", "completion"]
+    COLUMNS = ["step", "env", "example", "member", "reward", "truncated", "prompt", "completion"]
 
     def __init__(self, name: str, run: Path, cfg):
         self.file = run / "tracker.json"
@@ -321,7 +321,7 @@ class Watch:
         step = line["step"]
         if step == 0:
             for mine in grouped(rollouts, "env"):
-                judge(mine[0]["env"], grouped(mine, "group", "attempt"))
+                judge(mine[0]["env"], grouped(mine, "slot", "attempt"))
         if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
             say(show.as_text(rollouts[step * 7919 % len(rollouts)], most=600))
         for part in ("step", "train", "wait_batch", "sync"):

@@ -11,8 +11,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configs.models import toy
-from configs.runtime.role import run_role
+import toy
+
+from rolemodel.role import run_main
 
 QWEN3 = {"layers": 28, "hidden": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
 QWEN3 |= {"head_dim": 128, "vocab": 151936, "max_position_embeddings": 40960}
@@ -35,4 +36,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_role("prepare", "configs.models.shaped")
+    run_main("prepare", main)

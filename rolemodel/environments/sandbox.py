@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from configs.runtime.role import ConfigError
+from rolemodel.role import ConfigError
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]

@@ -1,12 +1,14 @@
-"""The receiver of new weights for vLLM's CPU build, which launch.sh uses on machines without a GPU.
+"""What vLLM's workers import, by --worker-extension-cls: the WeightReceiver of trainer.py, or of the copy of it with
+which the run trains. The launcher names that file in ROLEMODEL_TRAINER.
 
-vLLM 0.32 for CPUs packs experts and a tied head for its kernels when it first loads them. Unless it is told to repack
-them after new weights have arrived, it would go on with the old ones."""
+vLLM 0.32 for CPUs, which launch.sh uses on machines without a GPU, packs experts and a tied head for its kernels when
+it first loads them. Unless it is told to repack them after new weights have arrived, it goes on with the old ones."""
 
-import trainer
+import rolemodel.lookup  # noqa: F401  which knows what `trainer` is
+from trainer import WeightReceiver
 
 
-class WeightReceiver(trainer.WeightReceiver):
+class CpuWeightReceiver(WeightReceiver):
     def receive_weights(self, spec):
         super().receive_weights(spec)
         if spec["adapter"]:  # an adapter leaves the model's own weights alone

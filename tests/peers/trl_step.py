@@ -19,10 +19,10 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-import configs
 from env import load_environment
+from rolemodel.config import load_config
 
-cfg = configs.load_config(sys.argv[1], sys.argv[2:])
+cfg = load_config(sys.argv[1], sys.argv[2:])
 o, t = cfg.orchestrator, cfg.trainer
 env = load_environment(cfg.env[0].id, cfg.env[0].args)
 states = [env.start(row) for row in env.dataset]

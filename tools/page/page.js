@@ -170,7 +170,7 @@ function rolloutView(rollout) {
   if (rollout.turn_rewards) pairs.push(["rewards of turns", rollout.turn_rewards]);
   const text = (value) => [value].flat().map((x) => number(x)).join(", ");
   const views = pairs.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, text(value))));
-  const title = join(`rollout ${rollout.rollout}: reward ${number(rollout.reward)}`, rollout.truncated && "cut off");
+  const title = join(`rollout ${rollout.member}: reward ${number(rollout.reward)}`, rollout.truncated && "cut off");
   const error = make("p", { class: "alert" }, rollout.error);
   const tokens = rollout.sequences.map((s, i) => sequenceView(s, `sequence ${i + 1} of ${rollout.sequences.length}`));
   const missing = small(tokens.length ? "" : "no tokens: only those that were trained on are kept");

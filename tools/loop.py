@@ -1,0 +1,101 @@
+"""The whole algorithm on one page, to read first, and to begin an experiment or a notebook with:
+
+    python tools/loop.py config.toml [table.key=value ...]
+
+It samples, scores, trains and syncs, one after the other, in one process, by the functions of the roles themselves. So
+it computes what `bash launch.sh` computes with orchestrator.max_staleness = 0. What it lacks is what makes a run fast
+and safe: rollouts beside training, several ranks, checkpoints, and a launcher that watches all processes. It starts
+the servers that the configuration asks for, unless inference.urls names some that run."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from env import load_environment
+from rolemodel.checkpoints import log_step, write_final
+from rolemodel.config import load_config, to_toml
+from rolemodel.evaluation import is_due
+from rolemodel.launch import servers
+from rolemodel.lookup import check_names, find_function
+from rolemodel.role import ConfigError, run_main
+from rolemodel.run_directory import next_batch, run_directory, write_config
+
+
+async def train(cfg, run_dir: Path):
+    # The roles, or the copies of them that the configuration names.
+    from orchestrator import ADVANTAGES, Client, Order, Rollout, add_advantages, commit_batch, evaluate, run_group
+    from trainer import (
+        PRECISIONS,
+        WeightSender,
+        build_policy,
+        load_batch,
+        make_optimizer,
+        start_distributed,
+        stream_weights,
+        sync_weights,
+        train_step,
+    )
+
+    # The task, the policy, and a server that has the policy's weights.
+    (task,) = cfg.env
+    env = load_environment(task.id, task.args)
+    order = find_function(cfg.orchestrator.order, {"": Order})(task.name, env.dataset, cfg, {})
+    advantage = find_function(cfg.orchestrator.advantage, ADVANTAGES)
+    start_distributed(cfg)
+    policy = build_policy(cfg)
+    optimizer = make_optimizer(policy, cfg.trainer)
+    client = Client(cfg)
+    sender = WeightSender(cfg, run_dir, policy.device)
+    sync_weights(sender, policy, 0, cfg)
+
+    async def sample_groups(step: int, slot: int) -> list[list[Rollout]]:
+        """Groups of rollouts of one example each, until the rewards of one differ: the others have no gradient."""
+        groups = []
+        while not groups or groups[-1][0].dropped:
+            example = order.pick(step, slot, len(groups))
+            size = cfg.orchestrator.rollouts_per_example
+            group = [Rollout(task.name, example, slot, len(groups), member) for member in range(size)]
+            await run_group(client, env, env.dataset[example], group, step, {})  # samples and scores them
+            add_advantages(group, advantage)  # by default: reward - mean of the group
+            groups.append(group)
+        return groups
+
+    num_groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
+    for step in range(cfg.run.max_steps):
+        began = time.perf_counter()
+        await client.until(step)  # of the servers' policy
+        if is_due(step, cfg):
+            await evaluate(step, {task.name: env}, client)
+        slots = range(step * num_groups, (step + 1) * num_groups)
+        groups = sum(await asyncio.gather(*(sample_groups(step, slot) for slot in slots)), [])
+        commit_batch(step, groups, order.commit(step, groups), {task.name: order.memory}, run_dir, cfg)
+        batch = load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
+        metrics, table = train_step(policy, optimizer, batch, step, cfg)  # loss, gradient, AdamW
+        metrics = batch.info["metrics"] | metrics | sync_weights(sender, policy, step + 1, cfg)
+        log_step(run_dir, step, metrics | {"time/step_s": time.perf_counter() - began}, table["policy/logp"])
+    await client.until(cfg.run.max_steps)
+    if is_due(cfg.run.max_steps, cfg):
+        await evaluate(cfg.run.max_steps, {task.name: env}, client)
+    blocks = stream_weights(policy.model, PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
+    write_final(run_dir / "final", policy.model, blocks, cfg)
+    await client.http.close()
+
+
+def main(argv: list[str]):
+    path, *overrides = [*argv, "orchestrator.max_staleness=0", "trainer.gpus=1"]
+    cfg = load_config(path, overrides)
+    check_names(cfg)
+    run_dir = run_directory(cfg)
+    if len(cfg.env) > 1 or next_batch(run_dir):
+        raise ConfigError(f"loop.py trains in one environment, and from the start: {run_dir} has batches")
+    write_config(run_dir, to_toml(cfg))
+    os.environ.setdefault("ROLEMODEL_RUN_ID", f"{run_dir.name}-{os.getpid()}")
+    with servers(cfg, [path, *overrides], run_dir):
+        asyncio.run(train(load_config(path, overrides), run_dir))
+
+
+if __name__ == "__main__":
+    run_main("loop", main)
