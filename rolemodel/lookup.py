@@ -163,7 +163,7 @@ def find_file_of(key, name):
     return having[0]
 
 
-def find_function(name, table=None, key=""):
+def find_function(name, table=None, key="module:function"):
     """What a key names: an entry of `table`, or "module:function"."""
     table = table or {}
     if name in table:

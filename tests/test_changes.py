@@ -24,11 +24,11 @@ def load_environment():
     return SingleTurnEnv([{"question": str(i)} for i in range(20)], rubric=Rubric([lambda: next(solved)]))
 """
 EXAMPLES = {}  # {title: its blocks [(kind, text), ...]}
-for name in ("README.md", "docs/changes.md", "docs/python.md"):
-    for section in re.split(r"^##? ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
+for name in ("README.md", "docs/changes.md"):
+    for section in re.split(r"^## ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
         if found := re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
             EXAMPLES[section.partition("\n")[0]] = found
-NOTEBOOK = EXAMPLES.pop("From Python")[0][1]
+(NOTEBOOK,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 
 
 def judges(body):

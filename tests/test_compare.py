@@ -219,7 +219,7 @@ def test_statistics_by_hand():
 
 
 def test_looking_after_each_seed_is_allowed_for():
-    """Normal scores as in docs/findings.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8. Of
+    """Normal scores as in findings.md: cispo, grpo, dppo and sapo against gspo at S = 1, dppo and cispo at S = 8. Of
     the five pairs 80% are found with half the seeds of a fixed design of 12, though the last one seldom."""
     rng = np.random.default_rng(0)
     limit = np.quantile(compare.peak(rng.standard_normal((100_000, 12))), 0.95)
