@@ -48,9 +48,9 @@ set_up() {
     [ "$KIND" = gpu ] || pip uninstall -y torchvision torchaudio torchcodec # they need CUDA
     cp "$required" .venv/requirements.txt
 }
-if is_set_up; then :
-elif [ "$(has_pins)" = 3 ] && is_fit python3; then python=$(command -v python3)
-else # one at a time: another launch.sh may be at it
+if is_set_up; then : # .venv has what is pinned
+elif [ "$(has_pins)" = 3 ] && is_fit python3; then python=$(command -v python3) # so has the active environment
+else # make .venv, one at a time: another launch.sh may be at it
     exec 7>.setup.lock && flock 7 && { is_set_up || set_up; } && exec 7>&-
 fi || exit 2
 [ "$1" != --setup ] || exit 0

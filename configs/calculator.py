@@ -9,6 +9,7 @@ from pathlib import Path
 from env import Messages, MultiTurnEnv, Rubric
 from rolemodel.environments.parsers import XMLParser
 from rolemodel.environments.tools import ToolEnv
+from rolemodel.role import ConfigError
 
 PARSER = XMLParser(["calc", "answer"])
 WITH_TOOL = (
@@ -60,8 +61,8 @@ def repeated(completion: Messages) -> float:
 
 
 def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list[dict]:
-    """Rows whose prompt is head and a question; with `solution`, the messages of who solves it. tool_call: how the tool
-    is called, with {} for the calculation; "": not at all."""
+    """Rows whose prompt is head and a question, with `solution`: the messages that would solve it. tool_call: how the
+    tool is called, with {} for the calculation; "": not at all."""
     names, things = map(str.split, NAMES_AND_THINGS[split])
     wordings = [line.split(maxsplit=2) for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
     draw = random.Random(f"{split} {num}")
@@ -74,9 +75,10 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
             a, b = max(a, b), min(a, b)
         call = f"{a} {operation} {b}"
         answer = str(value(call))
-        texts = [tool_call.format(call), answer] * bool(tool_call) + [f"<answer>{answer}</answer>"]
-        reader = "tool" if tool_call == CALL else "user"
-        solution = [{"role": role, "content": text} for role, text in zip(["assistant", reader] * 2, texts)]
+        solution = [{"role": "assistant", "content": f"<answer>{answer}</answer>"}]
+        if tool_call:
+            result = {"role": "tool" if tool_call == CALL else "user", "content": answer}
+            solution = [{"role": "assistant", "content": tool_call.format(call)}, result, *solution]
         question = question.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
         prompt = [*head, {"role": "user", "content": question}]
         rows.append({"prompt": prompt, "answer": answer, "solution": solution})
@@ -93,8 +95,14 @@ def load_environment(split="test", shots=3, tool="tags", error=0) -> MultiTurnEn
         Args:
             expression: two numbers and +, - or * between them
         """
-        return value(expression) + error
+        result = value(expression)
+        if result is None:
+            raise ValueError("two whole numbers with +, - or * between them, such as 12 + 34")
+        return result + error
 
+    if tool not in TOOL_CALLS or split not in ("dev", "test"):
+        text = "tool must be tags, function or false, and split must be dev or test"
+        raise ConfigError(f"env.args: tool = {tool!r}, split = {split!r}: {text}")
     tool_call = TOOL_CALLS[tool]
     head = []
     for row in make_rows("example", shots, tool_call):

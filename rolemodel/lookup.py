@@ -26,11 +26,11 @@ ANYTHING = "*"  # a name of a file whose names cannot be known from its text
 
 def nearest(word, words):
     """The end of an error's text: the words that were perhaps meant, or else all of them."""
-    words = [*words]
+    words = sorted(words)
     near = get_close_matches(word, words, 3, 0.5)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
-    return f"there is {', '.join(map(repr, sorted(words))) or 'nothing'}"
+    return f"there is {', '.join(map(repr, words[:12])) or 'nothing'}{', ...' * (len(words) > 12)}"
 
 
 # --- the scripts of the roles -----------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def find_function(name, table=None, key="module:function"):
     if name in table:
         return table[name]
     if ":" not in name:
-        raise ConfigError(f"key {key!r} = {name!r}: no module:function; {nearest(name, table)}")
+        raise ConfigError(f"key {key!r} = {name!r}: not one of ours, nor module:function; {nearest(name, table)}")
     module, _, function = name.partition(":")
     return getattr(import_file(module, find_file_of(key, name)), function)
 
@@ -187,7 +187,7 @@ def check_function(key, name, script=None, table="", args=None, num_own=0):
             return  # a copy that builds its table in another way
         entries = {getattr(word, "value", ANYTHING): value for word, value in zip(found.keys, found.values)}
         if name not in entries:
-            raise ConfigError(f"key {key!r} = {name!r}: no module:function; {nearest(name, entries)}")
+            raise ConfigError(f"key {key!r} = {name!r}: not one of ours, nor module:function; {nearest(name, entries)}")
         node = names.get(getattr(entries[name], "id", ""))
     check_arguments(f"{key}_args", args or {}, node, names, num_own)
 
@@ -210,7 +210,7 @@ def check_path(key, name):
     """Raises ConfigError unless there is such a file or directory. Relative paths begin at the repository."""
     path = ROOT / name
     if not path.exists():
-        others = os.listdir(path.parent) if path.parent.exists() else []
+        others = [other.name for other in path.parent.glob("[!.]*")]
         raise ConfigError(f"key {key!r} = {name!r}: there is no {path}; {nearest(path.name, others)}")
 
 

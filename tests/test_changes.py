@@ -24,7 +24,7 @@ def load_environment():
     return SingleTurnEnv([{"question": str(i)} for i in range(20)], rubric=Rubric([lambda: next(solved)]))
 """
 EXAMPLES = {}  # {title: its blocks [(kind, text), ...]}
-for name in ("README.md", "docs/changes.md"):
+for name in ("README.md", "docs/changes.md", "docs/tasks.md"):
     for section in re.split(r"^## ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
         if found := re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
             EXAMPLES[section.partition("\n")[0]] = found

@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import BASE, append, having, lines, wait_until
+from conftest import BASE, ROOT, append, having, lines, wait_until
 
 from rolemodel.role import ConfigError
 from tools import compare, microscope
@@ -113,6 +113,13 @@ def test_arms_that_are_code(study, tmp_path):
     for out, arm in {"out": "mine: @branch", "x": "@main trainer.x=1", "y": "@nothing"}.items():
         with pytest.raises(ConfigError, match=bad[out]):
             study("--arm", arm, "--out", f"{tmp_path}/{out}")
+
+
+def test_an_arm_may_be_a_copy_of_a_role(study, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "trainer")  # the tests have imported the original
+    (tmp_path / "mine.py").write_text((ROOT / "trainer.py").read_text())
+    study("--arm", "plain:", "--arm", "mine: trainer.script=mine.py", "--seeds", "1")
+    assert 'trainer.script = "mine.py"' in (tmp_path / "out" / "compare.md").read_text()
 
 
 def test_a_grid(study):

@@ -16,7 +16,7 @@ import trainer
 from env import SingleTurnEnv
 from rolemodel import config, launch
 from rolemodel.config import load_config, to_toml
-from rolemodel.lookup import find_function
+from rolemodel.lookup import check_names, find_function
 from rolemodel.role import ConfigError
 from rolemodel.run_directory import cut_lines, keep_examples, write_config
 
@@ -39,10 +39,28 @@ from rolemodel.run_directory import cut_lines, keep_examples, write_config
     ("tracker", "tracker: Expected"),
     ("trainer.max_grad_norm=inf", "'trainer.max_grad_norm' = inf"),
     ("env.args.day=2026-11-28", "'env.args' = .*date"),
+    ("trainer.lr=1", "'trainer.lr': unknown; the nearest are trainer.learning_rate, "),
+    ("trainer.dtype=fp16", "'trainer.dtype' = 'fp16': must be one of 'bf16', 'fp32'"),
+    ("trainer.use_lora=True", "TOML writes true"),
+    ("trainer.lora_target_modules=[q_proj]", "TOML, which writes texts in lists and tables with quotes"),
+    ("trainer.loss=cipso", "'trainer.loss' = 'cipso': .* did you mean 'cispo'"),
+    ("trainer.loss=losses:gsppo", "losses.py has no 'gsppo'; did you mean 'gspo'"),
+    ("trainer.loss=loses:gspo", "no module 'loses' .* did you mean 'losses'"),
+    ("trainer.loss_args.epsilon=1", "'trainer.loss_args.epsilon': it is no argument; there is 'ratio_cap'"),
+    ("trainer.script=trianer.py", "'trainer.script' = 'trianer.py': not in .*; did you mean 'trainer.py'"),
+    ("orchestrator.advantage=maen", "'orchestrator.advantage' = 'maen': .* did you mean 'mean'"),
+    ("orchestrator.order=orders:Dificulty", "orders.py has no 'Dificulty'; did you mean 'Difficulty'"),
+    ("env.id=revers_text", "'env.id' = 'revers_text': there is no module .* did you mean 'reverse_text'"),
+    ("env.id=foo.bar", "'env.id' = 'foo.bar': there is no module"),
+    ("env.id=json", "'env.id' = 'json': .*json/__init__.py has no load_environment"),
+    ("env.args.num_evl=3", "'env.args.num_evl': it is no argument; did you mean 'num_eval'"),
+    ("model=./nowhere", "'model' = './nowhere': there is no .*nowhere; there is 'LICENSE'"),
+    ("prepare=configs/models/toi.py", "'prepare' = .*; did you mean 'toy.py'"),
 ])  # fmt: skip
 def test_what_is_refused(override, named, make_cfg):
+    """Before anything is imported or started."""
     with pytest.raises(ConfigError, match=named):
-        make_cfg(override)
+        check_names(make_cfg(override))
 
 
 def test_overrides(make_cfg):

@@ -11,10 +11,11 @@ from conftest import FAKE_SERVER, ROOT, all_batches, final, launch, lines, write
 
 pytestmark = pytest.mark.slow
 LOG = 'return loss_N, {"policy/clip_frac": r_N > ratio_cap'
+RECEIVE = "def receive_weights(self, spec):"
 COPIES = {  # {copy: (original, [(what stands there, what is to stand there)])}
     "my_trainer.py": ("trainer.py", [
         (LOG, LOG + ', "policy/mine": 0 * r_N + 1'),
-        ("def receive_weights(self, spec):", "def receive_weights(self, spec):\n        print('my receiver', flush=True)"),
+        (RECEIVE, f"{RECEIVE}\n        print('my receiver', flush=True)"),
     ]),
     "my_orchestrator.py": ("orchestrator.py", [
         ('info["metrics"] = evaluation.', 'info["metrics"] = {"mine/batch": step} | evaluation.'),

@@ -228,6 +228,11 @@ def test_an_undisturbed_run(undisturbed, models):
     assert (undisturbed.dir / "config.toml").read_text() == config
 
 
+MISSPELLED = """
+from env import SingleTurnEnv
+def load_environment():
+    return SingleTurnEnv([{"questoin": "a"}])
+"""
 # Takes longer than the watchdog would wait for it.
 MAKE = """
 import sys, time
@@ -243,6 +248,10 @@ sys.exit("no recipe")
 def test_what_ends_at_once(models, tmp_path):
     """Before anything has started, or by the first that is killed."""
     assert "key 'max_stepps': unknown" in Run(tmp_path, models["untied"], "max_stepps=1").end(2)
+    (tmp_path / "misspelled.py").write_text(MISSPELLED)
+    run = Run(tmp_path, models["untied"], "env.id=misspelled", "env.args={}")
+    assert "line 1: an example needs `prompt` or `question`; did you mean 'questoin'? (role=orch" in run.end(2)
+    assert not (run.dir / "logs" / "inference.log").exists()  # no server had been started
     (tmp_path / "a [b]").mkdir()
     (tmp_path / "make.py").write_text(MAKE)
     last = Run(tmp_path / "a [b]", "none", f"prepare={tmp_path / 'make.py'}", "prepare_timeout=4").end(3)

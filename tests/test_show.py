@@ -8,7 +8,7 @@ from conftest import append, make_sequences
 from safetensors.numpy import save_file
 
 from orchestrator import save_batch
-from tools import plot, show
+from tools import plot, show, tokens
 
 
 def rollout_line(step, group, rollout, reward, text="8", **more):
@@ -70,7 +70,7 @@ PUSH = {  # of a token with this advantage and the ratio R
 def test_the_push_of_a_token_is_the_gradient_of_the_runs_loss(loss, tmp_path, models):
     """The term of beta, whose reference is not saved, is left out."""
     run, sequences = make_run(tmp_path / "run", models["untied"], f'[trainer]\nbeta = 0.1\nloss = "{loss}"\n')
-    rollouts = show.read_batch(run, 0)
+    rollouts = tokens.read_batch(run, 0)
     found = [s for number in range(4) for s in rollouts["task", number // 2, 1 - number // 2, number % 2]]
     scale = sum(s.mask.sum() for s in sequences) / 5 if loss == "losses:gspo" else 1.0
     for s, old in zip(found, [sequences[i] for i in (0, 1, 4, 2, 3)], strict=True):

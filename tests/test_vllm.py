@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -36,10 +37,15 @@ def url(models, tmp_path_factory):
     (path / "run.toml").write_text(BASE.format(model=models["tools"]))
     options = server_options(load_config(path / "run.toml", ["max_seq_len=256"]), "real", False, False)
     options["worker_extension_cls"] = "receivers.Faulty"
+    head = "    def join_weight_group(self, spec):\n"  # a copy, which says that it runs
+    copy = (ROOT / "trainer.py").read_text().replace(head, f"{head}        print('a copy', flush=True)\n")
+    (path / "my_trainer.py").write_text(copy)
     command = [sys.executable, "-m", "rolemodel.serving.server", *as_flags(options)]
+    more = {"OMP_NUM_THREADS": "1", "ROLEMODEL_TRAINER": str(path / "my_trainer.py")}
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as scratch:  # short: vLLM's sockets go there
-        with serving(command, free_port(), path / "log", TMPDIR=scratch, OMP_NUM_THREADS="1") as url:
+        with serving(command, free_port(), path / "log", TMPDIR=scratch, **more) as url:
             yield url
+    assert "a copy" in (path / "log").read_text()  # trainer.script's own WeightReceiver
 
 
 @pytest.fixture
@@ -213,6 +219,16 @@ def test_the_default_run_learns(seed, tmp_path):
         assert evals[-1]["exact"] - evals[0]["exact"] <= 0.05
     else:
         assert evals[-1]["exact"] >= (0.70 if seed == "lora" else 0.85)
+
+
+@pytest.mark.long
+def test_the_loop_learns(tmp_path):
+    """tools/loop.py, with the toy that the tests above have made."""
+    how = [f"output_dir={tmp_path}", "max_steps=60", "eval.every=60"]
+    subprocess.run([sys.executable, "tools/loop.py", "configs/reverse_text.toml", *how], cwd=ROOT, check=True)
+    first, last = lines(tmp_path / "reverse_text" / "eval.jsonl")
+    print(f"exact {first['exact']:.3f} -> {last['exact']:.3f}")
+    assert first["exact"] < 0.45 and last["exact"] > 0.6
 
 
 @pytest.mark.long

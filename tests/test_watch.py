@@ -11,7 +11,7 @@ from conftest import ROOT, append, lines
 from test_show import rollout_line
 
 from rolemodel.config import to_toml
-from tools import page, plot, watch
+from tools import plot, watch
 
 FINE = {"loss": -0.01, "reward/mean": 0.5, "rollout/truncated": 0.1, "rollout/num": 100, "rollout/errors": 5}
 FINE |= {"group/kept": 8, "group/flat": 2, "group/failed": 0, "group/long": 0}
@@ -20,9 +20,8 @@ FINE |= {"time/step_s": 1.0, "time/wait_batch_s": 0.1, "time/train_s": 0.7, "tim
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Without pictures, pages and handlers of signals."""
+    """Without pictures and handlers of signals."""
     monkeypatch.setattr(plot, "plot", lambda runs, out: out.touch())
-    monkeypatch.setattr(page, "main", lambda argv: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
 
 

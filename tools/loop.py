@@ -15,10 +15,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from env import load_environment
+from rolemodel.by_hand import servers
 from rolemodel.checkpoints import log_step, write_final
 from rolemodel.config import load_config, to_toml
 from rolemodel.evaluation import is_due
-from rolemodel.launch import servers
 from rolemodel.lookup import check_names, find_function
 from rolemodel.role import ConfigError, run_main
 from rolemodel.run_directory import next_batch, run_directory, write_config

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from env import load_environment
 from rolemodel import checkpoints
+from rolemodel.by_hand import servers
 from rolemodel.config import load_config
-from rolemodel.launch import servers
 from rolemodel.lookup import ROOT, check_names, find_function
 from rolemodel.role import ConfigError, run_main, say
 from rolemodel.run_directory import run_directory, to_json

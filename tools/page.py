@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rolemodel.run_directory import to_json
-from tools import plot, show
+from tools import plot, show, tokens
 
 FOLDER = Path(__file__).resolve().parent / "page"  # the template, the style and the script
 FILES = {"evaluation": "eval_rollouts.jsonl", "training": "rollouts.jsonl"}
@@ -81,7 +81,7 @@ def group_parts(kind: str, lines: list[dict], rollouts: dict[tuple, list[dict]])
         rollout["messages"] = conversation(line["completion"])
         if line["prompt"] != first["prompt"]:
             rollout["messages"] = conversation(line["prompt"]) + rollout["messages"]
-        rollout["sequences"] = [sequence_parts(s) for s in rollouts.get(show.rollout_key(line), ())]
+        rollout["sequences"] = [sequence_parts(s) for s in rollouts.get(tokens.rollout_key(line), ())]
         parts["rollouts"].append(rollout)
     return parts
 
@@ -103,7 +103,7 @@ def find_steps(path: Path) -> tuple[dict[int, list[int]], int]:
 
 
 def read_groups(run: Path, kind: str, step: int, begin: int, end: int) -> Iterator[dict]:
-    rollouts = show.read_batch(run, step) if kind == "training" else {}
+    rollouts = tokens.read_batch(run, step) if kind == "training" else {}
     with open(run / FILES[kind], "rb") as file:
         file.seek(begin)
         lines = [json.loads(line) for line in file.read(end - begin).splitlines()]
@@ -144,7 +144,7 @@ def make_page(run: Path, most: float) -> str:
     groups, num_all = choose(run, most)
     sequences = [s for group in groups for rollout in group["rollouts"] for s in rollout["sequences"]]
     ids = sorted({token for s in sequences for token in s["columns"]["id"]})
-    words = show.load_tokenizer(run).batch_decode([[token] for token in ids]) if ids else []
+    words = tokens.load_tokenizer(run).batch_decode([[token] for token in ids]) if ids else []
     picture = io.BytesIO()
     plot.draw([run]).savefig(picture, dpi=110, format="png")
     script = (FOLDER / "page.js").read_text("utf-8")

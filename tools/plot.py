@@ -20,7 +20,7 @@ STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#d55e00", "linestyle": ":", "marker": "s"},
     {"color": "#cc79a7", "linestyle": (0, (5, 5)), "marker": "D"},
 ]
-# HACK HERE: any key of metrics.jsonl can have a panel; a new row needs another number in fig.subplots.
+# Any key of metrics.jsonl can have a panel; a new row needs another number in fig.subplots.
 # {metric: (row, column, title)}
 PANELS = {
     "reward/mean": (0, 1, "training reward"),

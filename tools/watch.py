@@ -9,11 +9,10 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     time:       how much is left, and in the end where it went and what bounds the run
     result:     what was learned, and how to serve and evaluate it
 It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
-environment of a mix), draws curves.png after evaluations, and page.html in the end. wandb gets metrics, evaluations and
-a table of rollouts from every tenth batch. The numbers of batch n are filed under n + 1, the version that it made."""
+environment of a mix), and draws curves.png after evaluations. wandb gets metrics, evaluations and a table of rollouts
+from every tenth batch. The numbers of batch n are filed under n + 1, the version that it made."""
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -120,7 +119,7 @@ def starved(lines: list[dict]) -> str:
     return f"the trainer waits {share:.0%} of the time for {BOUNDS['wait_batch']}" if share > 0.5 else ""
 
 
-# HACK HERE: each gets the last WINDOW lines of metrics.jsonl, with what watch.jsonl has, and returns what is wrong and
+# Each gets the last WINDOW lines of metrics.jsonl, with what watch.jsonl has, and returns what is wrong and
 # which setting to change, or "".
 WARNINGS = (flat, truncated, lost, mismatch, starved)
 
@@ -171,63 +170,6 @@ def commands(run: Path, cfg) -> list[str]:
     return [shlex.join([python, "-m", "rolemodel.serving.server", *as_flags(options)]), shlex.join(evaluate)]
 
 
-# --- wandb ------------------------------------------------------------------------------------------------------------
-
-
-class Tracker:
-    """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
-    that a resumed run trains again are not sent again. Account and place are set as wandb wants it: WANDB_PROJECT,
-    WANDB_MODE=offline, ..."""
-
-    COLUMNS = ["step", "env", "example", "member", "reward", "truncated", "prompt", "completion"]
-
-    def __init__(self, name: str, run: Path, cfg):
-        self.file = run / "tracker.json"
-        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}
-        if self.file.exists():
-            self.sent = json.loads(self.file.read_text())
-        self.write()  # another attempt must find the id
-        self.wandb = importlib.import_module(name)
-        place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": os.environ.get("ROLEMODEL_GROUP")}
-        self.wandb.init(**place, id=self.sent["id"], name=self.sent["id"], resume="allow", config=cfg.flat, dir=run)
-        self.wandb.define_metric("*", step_metric="version")
-
-    def log(self, kind: str, version: int, values: dict):
-        """values: {name: a number, or a table of wandb's}."""
-        if version > self.sent.get(kind, -1):
-            self.wandb.log(values | {"version": version})
-            self.sent[kind] = version
-
-    def add_step(self, line: dict, rollouts: list[dict]):
-        """A line of metrics.jsonl and, at every tenth, a table of the batch's first rollouts."""
-        self.log("metrics", line["version"], {key: x for key, x in line.items() if "/" in key or key == "loss"})
-        if line["step"] % 10 or not rollouts:
-            return
-        rows = []
-        for rollout in rollouts[:64]:
-            texts = {}
-            for key in ("prompt", "completion"):
-                messages = show.as_messages(rollout[key])
-                texts[key] = "\n".join(f"{message['role']}: {show.text_of(message)}" for message in messages)
-            rows.append([(rollout | texts)[column] for column in self.COLUMNS])
-        self.log("rollouts", line["version"], {"rollouts": self.wandb.Table(columns=self.COLUMNS, data=rows)})
-
-    def add_evaluation(self, line: dict):
-        name = f"eval/{line['env']}"
-        numbers = {f"{name}/{key}": x for key, x in line.items() if type(x) in (int, float) and key != "step"}
-        self.log(name, line["step"], numbers)
-
-    def finish(self):
-        """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash it
-        gets them again."""
-        self.wandb.finish()
-        self.wandb.teardown()  # finish() does not wait for wandb's own process, which writes its file
-        self.write()
-
-    def write(self):
-        self.file.write_text(json.dumps(self.sent))
-
-
 # --- a run ------------------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +212,8 @@ class Watch:
 
     def track(self, method: str, *args):
         def call():
+            from tools.tracker import Tracker
+
             self.tracker = self.tracker or Tracker(self.tracker_name, self.run, self.cfg)
             getattr(self.tracker, method)(*args)
 
@@ -372,11 +316,6 @@ class Watch:
         self.drawn = time.monotonic()
         plot.plot([self.run], self.run / "curves.png")
 
-    def write_page(self):
-        from tools import page
-
-        page.main([str(self.run)])
-
     def end(self):
         whole = self.seconds["step"]
         if whole:
@@ -390,7 +329,6 @@ class Watch:
             say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
             for command in commands(self.run, self.cfg):
                 say(f"result: {command}")
-            self.attempt("page.html", self.write_page)
         self.attempt("curves.png", self.draw)
         self.track("finish")  # last: it may wait for a network
 

@@ -99,7 +99,7 @@ class Command:
     words: the program and its arguments; a relative path in them would lead to the new working directory.
     sandbox: no network, and no files but the system's, the directory or venv of the program, and `show`, read-only."""
 
-    # HACK HERE: what a sandbox allows.
+    # What a sandbox allows.
     memory = 4 << 30  # bytes, for each process; its /tmp has a quarter of it
     processes = 256  # with threads
 

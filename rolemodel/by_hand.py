@@ -1,0 +1,52 @@
+"""Roles without the launcher: their commands, to paste into shells, and servers for a tool."""
+
+import os
+import shlex
+import subprocess
+from contextlib import contextmanager
+
+from rolemodel.launch import COMMON, FIRST, KILLED_WITH_PARENT, plan
+from rolemodel.lookup import ROOT
+
+
+def print_commands(roles, run_dir):
+    """A block for each role, to paste into a shell of its own. Its first line with variables is the same for all."""
+    shared = {key: os.environ.get(key, value) for key, value in COMMON.items()}
+    shared |= {key: x for key, x in roles[0].env.items() if all(role.env.get(key) == x for role in roles)}
+    shared["ROLEMODEL_RUN_ID"] = os.environ["ROLEMODEL_RUN_ID"]
+    before = ""
+    for role in roles:
+        when = f", when {before} has ended" if before in FIRST else ""
+        if any(isinstance(thing, int) for thing in role.after):
+            when = ", when the servers answer"
+        own = {key: value for key, value in role.env.items() if key not in shared}
+        print(f"# {role.name}{when}\ncd {shlex.quote(str(ROOT))}")
+        print("export", shlex.join(f"{key}={value}" for key, value in shared.items()))
+        if role.name == "orchestrator":  # new servers have no version of this run
+            print("rm -f", shlex.join(str(run_dir / name) for name in ("version", "done", "solved")))
+        if role.name.startswith("inference"):
+            print("# On CPUs, rolemodel/serving/server.py adds --enforce-eager --no-enable-chunked-prefill.")
+        print("env", shlex.join([*(f"{key}={value}" for key, value in own.items()), *role.argv]), end="\n\n")
+        before = role.name
+
+
+@contextmanager
+def servers(cfg, args, run_dir):
+    """The servers of a configuration, while the `with` lasts, after their model has been made. From then
+    on load_config knows their addresses. args and run_dir: as in plan."""
+    roles = {role.name: role for role in plan(cfg, args, run_dir)}
+    os.environ |= COMMON | os.environ | roles["trainer"].env
+    running = []
+    try:
+        for name, role in roles.items():
+            how = {"env": os.environ | role.env, "cwd": ROOT}
+            if name in FIRST:
+                subprocess.run(role.argv, check=True, **how)
+            elif name.startswith("inference"):
+                with open(run_dir / "logs" / f"{name}.log", "ab") as log:
+                    running.append(subprocess.Popen([*KILLED_WITH_PARENT, *role.argv], stdout=log, stderr=log, **how))
+        yield
+    finally:
+        for process in running:
+            process.terminate()
+            process.wait()

@@ -1,0 +1,62 @@
+"""Sends a run to wandb: tools/watch.py calls it if the configuration has a `tracker`."""
+
+import importlib
+import json
+import os
+from pathlib import Path
+
+from tools import show
+
+
+class Tracker:
+    """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
+    that a resumed run trains again are not sent again. Account and place are set as wandb wants it: WANDB_PROJECT,
+    WANDB_MODE=offline, ..."""
+
+    COLUMNS = ["step", "env", "example", "member", "reward", "truncated", "prompt", "completion"]
+
+    def __init__(self, name: str, run: Path, cfg):
+        self.file = run / "tracker.json"
+        self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}
+        if self.file.exists():
+            self.sent = json.loads(self.file.read_text())
+        self.write()  # another attempt must find the id
+        self.wandb = importlib.import_module(name)
+        place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": os.environ.get("ROLEMODEL_GROUP")}
+        self.wandb.init(**place, id=self.sent["id"], name=self.sent["id"], resume="allow", config=cfg.flat, dir=run)
+        self.wandb.define_metric("*", step_metric="version")
+
+    def log(self, kind: str, version: int, values: dict):
+        """values: {name: a number, or a table of wandb's}."""
+        if version > self.sent.get(kind, -1):
+            self.wandb.log(values | {"version": version})
+            self.sent[kind] = version
+
+    def add_step(self, line: dict, rollouts: list[dict]):
+        """A line of metrics.jsonl and, at every tenth, a table of the batch's first rollouts."""
+        self.log("metrics", line["version"], {key: x for key, x in line.items() if "/" in key or key == "loss"})
+        if line["step"] % 10 or not rollouts:
+            return
+        rows = []
+        for rollout in rollouts[:64]:
+            texts = {}
+            for key in ("prompt", "completion"):
+                messages = show.as_messages(rollout[key])
+                texts[key] = "\n".join(f"{message['role']}: {show.text_of(message)}" for message in messages)
+            rows.append([(rollout | texts)[column] for column in self.COLUMNS])
+        self.log("rollouts", line["version"], {"rollouts": self.wandb.Table(columns=self.COLUMNS, data=rows)})
+
+    def add_evaluation(self, line: dict):
+        name = f"eval/{line['env']}"
+        numbers = {f"{name}/{key}": x for key, x in line.items() if type(x) in (int, float) and key != "step"}
+        self.log(name, line["step"], numbers)
+
+    def finish(self):
+        """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash it
+        gets them again."""
+        self.wandb.finish()
+        self.wandb.teardown()  # finish() does not wait for wandb's own process, which writes its file
+        self.write()
+
+    def write(self):
+        self.file.write_text(json.dumps(self.sent))
