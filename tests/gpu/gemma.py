@@ -5,7 +5,8 @@ Its terms of use: https://ai.google.dev/gemma/terms"""
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "configs/models")]
 
 import smollm2
 
