@@ -224,7 +224,8 @@ def load_environment():
 @pytest.fixture
 def quick(tmp_path):
     """A task's file, its TOML, and the directory of its model. The warm-up uses no setting of the RL."""
-    more = 'loss = "grpo"\nloss_args = { epsilon = 0.1 }\nbeta = 0.3\nminibatches = 2\nmicro_batch_size = 1\nscript = "mine.py"\n'
+    more = 'loss = "grpo"\nloss_args = { epsilon = 0.1 }\nbeta = 0.3\nminibatches = 2\nmicro_batch_size = 1\n'
+    more += 'script = "mine.py"\n'
     (tmp_path / "quick.toml").write_text(f'model = "{tmp_path}/models/quick"\nenv.id = "quick"\n[trainer]\n{more}')
     (tmp_path / "mine.py").touch()  # a copy of trainer.py, which the warm-up does not want
     (tmp_path / "quick.py").write_text(QUICK)
