@@ -112,15 +112,18 @@ def test_a_role_that_is_started_alone_says_what_it_lacks(script, models, tmp_pat
 
 
 def test_the_loop_computes_what_a_run_computes(models, tmp_path):
-    """All batches of a strictly on-policy run, and its weights."""
-    toml = write_run(tmp_path, models["untied"], 2, '[env]\nid = "reverse_text"')
-    how = ["orchestrator.max_staleness=0", "orchestrator.advantage=advantages:permuted"]
+    """All batches of a strictly on-policy run, and its weights. The loop tries a slot's groups in a row, the run side
+    by side: the first by its number counts, and what was cancelled is nowhere."""
+    toml = write_run(tmp_path, models["untied"], 2, "{ num_turns = 1 }")
+    how = ["orchestrator.max_staleness=0", "orchestrator.rollouts_per_example=2", "orchestrator.batch_size=8"]
     launch(toml, *how)
     env = os.environ | {"SERVER": FAKE_SERVER, "PYTHONHASHSEED": "0"}
     command = [sys.executable, "tools/loop.py", str(toml), *how, "run_name=loop"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for one, other in zip(all_batches(tmp_path / "loop"), all_batches(tmp_path / "run"), strict=True):
-        assert str(one.sequences) == str(other.sequences) and len(one.sequences) == 16
+        assert str(one.sequences) == str(other.sequences) and len(one.sequences) == 8
+    tried, expected = (sorted(map(str, lines(tmp_path / name / "rollouts.jsonl"))) for name in ("loop", "run"))
+    assert tried == expected and "'dropped': 'flat'" in "".join(tried)
     found, expected = final(tmp_path / "loop"), final(tmp_path / "run")
     assert max((found[name] - w).abs().max() for name, w in expected.items()) < 1e-6

@@ -26,7 +26,9 @@ from env import Rubric, SingleTurnEnv
 from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, extend_or_fork, to_arrays
 from rolemodel import evaluation
 from rolemodel.lookup import find_function
+from rolemodel.mixes import divide_slots
 from rolemodel.role import ConfigError, DataError
+from rolemodel.run_directory import resume_batches
 
 PAIRS = "orchestrator.rollouts_per_example=2"
 ON_POLICY = "orchestrator.max_staleness=0"
@@ -135,11 +137,11 @@ def test_the_same_batches_after_a_kill(run, tmp_path):
 def test_where_a_run_goes_on(tmp_path):
     for name in ("batches", "checkpoints/step_000004", "checkpoints/step_000009.tmp"):
         (tmp_path / name).mkdir(parents=True)
-    assert orchestrator.resume(tmp_path) == (4, {})
+    assert resume_batches(tmp_path) == (4, {})
     for step, start in ((1, 4), (4, 5), (5, 6)):
         path = tmp_path / "batches" / f"step_{step:06d}.safetensors"
         orchestrator.save_batch(path, [sequence()], {"order": {"e": step}})
-        assert orchestrator.resume(tmp_path) == (start, {"e": step})
+        assert resume_batches(tmp_path) == (start, {"e": step})
 
 
 def test_rows_are_a_function_of_the_slot(make_cfg):
@@ -159,7 +161,7 @@ def test_rows_are_a_function_of_the_slot(make_cfg):
 
 def test_slots_are_divided_in_proportion():
     ratios = {"a": 0.5, "b": 0.3, "c": 0.2}
-    dealt = list(itertools.islice(orchestrator.divide_slots(ratios), 1000))
+    dealt = list(itertools.islice(divide_slots(ratios), 1000))
     for num in (10, 137, 1000):
         found = Counter(name for name, _ in dealt[:num])
         assert all(abs(found[name] - num * ratio) <= 1 for name, ratio in ratios.items())
