@@ -8,7 +8,7 @@
 # Variables: KIND=gpu or cpu and PYTHON=python3.12 for .venv, CUDA_VISIBLE_DEVICES, NNODES,
 #     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" for vLLM, WATCH= to run no tools
 set -u
-usage() { sed -n '2,11s/^# //p' "$0"; exit "$1"; }
+usage() { sed -n '2,9s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }
 for word; do [[ $word != -h && $word != --help ]] || usage 0; done
 words=() flags=() # flags may come first

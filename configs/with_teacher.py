@@ -8,8 +8,8 @@ r"""Any task with a teacher beside its rewards: rolemodel/teacher.py.
 
 prompt = "module:function" names what the teacher reads in place of the prompt; args = { ... } are the task's.
 
-The manual's figure has as its teacher what reverse_text.toml made, and as its student a toy that was made with
-reverse_text.WARM_UP_STEPS = 80:
+For the number in docs/algorithms.md the teacher is what reverse_text.toml made, and the student a toy that was made
+with reverse_text.WARM_UP_STEPS = 80:
 
     python -m rolemodel.serving.server --model outputs/reverse_text/final --host 127.0.0.1 --port 9000 --dtype float32 \
         --max-model-len 64

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 
 from rolemodel.launch import COMMON, FIRST, KILLED_WITH_PARENT, plan
 from rolemodel.lookup import ROOT
+from rolemodel.role import say
 
 
 def print_commands(roles, run_dir):
-    """A block for each role, to paste into a shell of its own. Its first line with variables is the same for all."""
+    """A block for each role, to paste into a shell of its own. The export line is the same in every block."""
     shared = {key: os.environ.get(key, value) for key, value in COMMON.items()}
     shared |= {key: x for key, x in roles[0].env.items() if all(role.env.get(key) == x for role in roles)}
-    shared["ROLEMODEL_RUN_ID"] = os.environ["ROLEMODEL_RUN_ID"]
+    exported = ("ROLEMODEL_RUN_ID", "PYTHONUTF8", "HF_HUB_OFFLINE")  # by the launcher and launch.sh
+    shared |= {key: os.environ[key] for key in exported if key in os.environ}
     before = ""
     for role in roles:
         when = f", when {before} has ended" if before in FIRST else ""
@@ -43,6 +45,7 @@ def servers(cfg, args, run_dir):
             if name in FIRST:
                 subprocess.run(role.argv, check=True, **how)
             elif name.startswith("inference"):
+                say(f"starting {name} (log: {run_dir}/logs/{name}.log)")
                 with open(run_dir / "logs" / f"{name}.log", "ab") as log:
                     running.append(subprocess.Popen([*KILLED_WITH_PARENT, *role.argv], stdout=log, stderr=log, **how))
         yield

@@ -8,6 +8,7 @@ import ast
 import importlib
 import os
 import sys
+import zlib
 from difflib import get_close_matches
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -42,24 +43,31 @@ class RoleFinder:
 
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return spec_from_file_location(name, SCRIPTS[name]) if name in SCRIPTS else None
+        if name not in SCRIPTS:
+            return None
+        sys.path.append(str(SCRIPTS[name].parent))  # a copy may import what is beside it
+        return spec_from_file_location(name, SCRIPTS[name])
 
 
 sys.meta_path.insert(0, RoleFinder)
 
 
 def find_script(role, name, origin):
-    """The file that `<role>.script` names, beside the TOML or in the repository; "" is our own. From now on
-    `import <role>` means this file. Returns it, and a name for config.toml, by which it is found again."""
+    """The file that `<role>.script` names, beside the TOML or in the repository; for "" the file that runs as this role
+    in this process, or else our own. From now on `import <role>` means this file. Returns it, and a name for
+    config.toml, by which it is found again."""
     ours = ROOT / f"{role}.py"
     folders = [origin.parent, ROOT]
+    module = sys.modules.get(role)
+    if not name and module is sys.modules["__main__"]:
+        name = os.path.abspath(module.__file__)
     path = next((file for folder in folders if (file := (folder / name).resolve()).is_file()), None) if name else ours
     if not path:
         files = {file.name for folder in folders for file in folder.glob("*.py")}
         raise ConfigError(f"key '{role}.script' = {name!r}: not in {folders[0]} or {ROOT}; {nearest(name, files)}")
-    loaded = getattr(sys.modules.get(role), "__file__", None) or path
+    loaded = getattr(module, "__file__", None) or path
     if not path.samefile(loaded):
-        raise ConfigError(f"key '{role}.script' = {name!r}: this process has already imported {loaded}")
+        raise ConfigError(f"key '{role}.script' = {name!r}: but this process runs {loaded}")
     SCRIPTS[role] = path
     if path == ours:
         return path, ""
@@ -83,6 +91,8 @@ def installed(name):
 
 def find_modules(name, ours):
     """The files of all modules of this name: beside the TOML, in the folder `ours`, installed. The first one counts."""
+    if name in SCRIPTS:
+        return [SCRIPTS[name]]
     files = [installed(name)]
     for folder in (ours, *BESIDE):
         path = folder.joinpath(*name.split("."))
@@ -91,13 +101,13 @@ def find_modules(name, ours):
 
 
 def import_file(name, path):
-    """The module of a file. It is called own_<name> if Python would find another file by this name, as for a task that
+    """The module of a file. It gets a name of its own if Python would find another file by this one, as for a task that
     is called `code`."""
     if path.parent == LIBRARY:
         return importlib.import_module(f"rolemodel.{name}")
-    if installed(name) == path:
+    if name in SCRIPTS or installed(name) == path:
         return importlib.import_module(name)
-    alias = f"own_{name}"
+    alias = f"own_{name}_{zlib.crc32(bytes(path)):08x}"
     if alias not in sys.modules:
         spec = spec_from_file_location(alias, path)
         sys.modules[alias] = module_from_spec(spec)
@@ -140,7 +150,7 @@ def check_arguments(key, given, node, names, num_own):
     known = [arg.arg for arg in [*node.args.posonlyargs, *node.args.args][num_own:] + node.args.kwonlyargs]
     for name in given:
         if name not in known:
-            raise ConfigError(f"key '{key}.{name}': it is no argument; {nearest(name, known)}")
+            raise ConfigError(f"key '{key}.{name}': is not an argument; {nearest(name, known)}")
 
 
 # --- functions and tasks ----------------------------------------------------------------------------------------------
@@ -163,15 +173,15 @@ def find_file_of(key, name):
     return having[0]
 
 
-def find_function(name, table=None, key="module:function"):
+def find_function(name, table=None):
     """What a key names: an entry of `table`, or "module:function"."""
     table = table or {}
     if name in table:
         return table[name]
     if ":" not in name:
-        raise ConfigError(f"key {key!r} = {name!r}: not one of ours, nor module:function; {nearest(name, table)}")
+        raise ConfigError(f"{name!r}: not one of ours, nor module:function; {nearest(name, table)}")
     module, _, function = name.partition(":")
-    return getattr(import_file(module, find_file_of(key, name)), function)
+    return getattr(import_file(module, find_file_of("module:function", name)), function)
 
 
 def check_function(key, name, script=None, table="", args=None, num_own=0):

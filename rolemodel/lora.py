@@ -12,8 +12,8 @@ from rolemodel.role import ConfigError, say
 
 def target_layers(model: nn.Module, targets: list[str]) -> list[nn.Linear]:
     """The linear layers of the text part whose names end in a target; with ["all-linear"], as in PEFT, all but the
-    head. Says which, by kind of layer. Raises ConfigError if a target is nowhere, or if the default ones miss a kind
-    whole, such as the linear attention of a hybrid."""
+    head. Says which, by kind of layer. Raises ConfigError if a target is nowhere, or if the default ones miss a whole
+    kind of layer, such as the linear attention of a hybrid."""
     tied = model.get_input_embeddings().weight  # a head that shares it cannot be merged
     layers = {}  # the dot makes a target match whole parts of names
     for name, module in model.named_modules():

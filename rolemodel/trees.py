@@ -26,7 +26,7 @@ class Costs(NamedTuple):
 
 
 def costs_of(model: nn.Module, device: torch.device) -> Costs | None:
-    """None if the model can compute no trees: its attention takes no masks of others, or it has a state between tokens
+    """None if the model cannot compute trees: its attention accepts no custom masks, or it keeps state between tokens
     (Mamba, linear attention, convolutions).
 
     With a hidden size d, a token takes about 24 d^2 flops in a layer's matrices, and 4 d for each token that it sees,

@@ -99,6 +99,9 @@ def test_copies_by_hand_by_launch_and_in_a_replay(models, tmp_path):
     command = [sys.executable, "tools/replay.py", str(toml), str(run_dir / "batches"), *KEYS, "max_steps=1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    rollouts = run_dir / "rollouts.jsonl"  # reading them needs the copy of orchestrator.py
+    command = [sys.executable, "tools/evaluate.py", str(toml), "--offline", str(rollouts), *KEYS, "run_name=again"]
+    assert "batches; left out" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     (line,) = lines(tmp_path / "run-replay-my_loss.loss" / "metrics.jsonl")
     assert line["policy/mine"] == 5.0 and line["loss"] == pytest.approx(metrics[0]["loss"])
 

@@ -275,8 +275,14 @@ def test_guard():
     with pytest.raises(ConfigError):
         lost(env.call(partial(find_function, "none", {})))
 
+    async def fails_on_its_way_out():
+        try:
+            await asyncio.sleep(60)
+        finally:
+            raise ConnectionError
+
     async def is_cancelled():
-        task = asyncio.create_task(orchestrator.guard([], asyncio.sleep(60), 90))
+        task = asyncio.create_task(orchestrator.guard([], fails_on_its_way_out(), 90))
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

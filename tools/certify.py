@@ -6,7 +6,7 @@
 
 A line per property: PASS, FAIL, or what it is, where more than one is right. The loss is called by
 trainer.compute_loss, on micro-batches by trainer.collate, and log-probabilities take the place of parameters; an
-advantage by orchestrator.add_advantages.
+advantage by orchestrator.add_advantages. A loss in a changed copy of trainer.py is my_trainer:NAME.
 
 A token's weight is -d loss / d logp x num_tokens / A. Averaged over tokens, REINFORCE has weight 1. Exit codes: 2 if it
 cannot be called, 4 if a line says FAIL."""

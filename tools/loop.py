@@ -19,7 +19,8 @@ from rolemodel.by_hand import servers
 from rolemodel.checkpoints import log_step, write_final
 from rolemodel.config import load_config, to_toml
 from rolemodel.evaluation import is_due
-from rolemodel.lookup import check_names, find_function
+from rolemodel.limits import Limits
+from rolemodel.lookup import ROOT, check_names, find_function
 from rolemodel.role import ConfigError, run_main
 from rolemodel.run_directory import next_batch, run_directory, write_config
 
@@ -42,7 +43,8 @@ async def train(cfg, run_dir: Path):
     # The task, the policy, and a server that has the policy's weights.
     (task,) = cfg.env
     env = load_environment(task.id, task.args)
-    order = find_function(cfg.orchestrator.order, {"": Order})(task.name, env.dataset, cfg, {})
+    make_order = find_function(cfg.orchestrator.order, {"": Order})
+    order = make_order(task.name, env.dataset, cfg, {}, **cfg.orchestrator.order_args)
     advantage = find_function(cfg.orchestrator.advantage, ADVANTAGES)
     start_distributed(cfg)
     policy = build_policy(cfg)
@@ -50,6 +52,9 @@ async def train(cfg, run_dir: Path):
     client = Client(cfg)
     sender = WeightSender(cfg, run_dir, policy.device)
     sync_weights(sender, policy, 0, cfg)
+
+    num_groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
+    limits = Limits(cfg.orchestrator.max_error_share, num_groups)
 
     async def sample_groups(step: int, slot: int) -> list[list[Rollout]]:
         """Groups of rollouts of one example each, until the rewards of one differ: the others have no gradient."""
@@ -60,10 +65,10 @@ async def train(cfg, run_dir: Path):
             group = [Rollout(task.name, example, slot, len(groups), member) for member in range(size)]
             await run_group(client, env, env.dataset[example], group, step, {})  # samples and scores them
             add_advantages(group, advantage)  # by default: reward - mean of the group
+            limits.see(task.name, group)  # not for ever
             groups.append(group)
         return groups
 
-    num_groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
     for step in range(cfg.run.max_steps):
         began = time.perf_counter()
         await client.until(step)  # of the servers' policy
@@ -85,7 +90,8 @@ async def train(cfg, run_dir: Path):
 
 
 def main(argv: list[str]):
-    path, *overrides = [*argv, "orchestrator.max_staleness=0", "trainer.gpus=1"]
+    path, *overrides = [os.path.abspath(argv[0]), *argv[1:], "orchestrator.max_staleness=0", "trainer.gpus=1"]
+    os.chdir(ROOT)  # where relative paths begin
     cfg = load_config(path, overrides)
     check_names(cfg)
     run_dir = run_directory(cfg)

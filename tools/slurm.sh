@@ -25,15 +25,15 @@ import sys
 from rolemodel.config import load_config
 from rolemodel.run_directory import run_directory
 cfg = load_config(sys.argv[1], sys.argv[2:])
-print(cfg.trainer.gpus, cfg.run.max_steps, run_directory(cfg))'
+print(cfg.trainer.gpus, cfg.run.max_steps, cfg.trainer.script, run_directory(cfg))'
 resolved=$(PYTHONPATH=$PWD "$PY" -c "$resolve" "$config" "$@")
-read -r gpus max_steps run_dir <<<"$resolved"
+read -r gpus max_steps script run_dir <<<"$resolved"
 steps=$(cat "$run_dir/done" 2>/dev/null || echo -1)
 if [ "$steps" -ge "$max_steps" ]; then
     exec bash launch.sh "$config" "$@" # reports that the run is complete; the other nodes would wait for it in vain
 fi
 more=("$@")
-export PY GPUS=$gpus
+export PY GPUS=$gpus SCRIPT=$script
 # shellcheck disable=SC2016  each node expands these variables itself
 srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" bash -c '
     # gloo would use the interface that the host name resolves to; this finds the one that reaches the first node.
@@ -48,4 +48,4 @@ srun --kill-on-bad-exit=1 --cpu-bind=none --cpus-per-task="$SLURM_CPUS_ON_NODE" 
     config=$1
     shift
     exec "$PY" -m torch.distributed.run --nnodes "$NNODES" --node-rank "$SLURM_NODEID" --nproc-per-node "$GPUS" \
-        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" trainer.py "$config" "$@"' node "$config" "${more[@]}"
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$SCRIPT" "$config" "$@"' node "$config" "${more[@]}"

@@ -100,7 +100,7 @@ def main(argv: list[str]):
     parent = Path(place).resolve()
     rest = argv[:at] + argv[at + 2 :]
     cfg = load_config(rest[0], rest[1:])
-    parents = load_config(parent / "config.toml")  # last: its steps are repeated, so its modules and scripts count
+    parents = load_config(parent / "config.toml")  # last, so that its modules and scripts count: its steps are repeated
     run_dir = Path(cfg.run.output_dir, cfg.run.run_name)
     making = run_dir.with_name(f".{run_dir.name}.fork")  # becomes run_dir when all is there
     version = int(step) + 1
