@@ -5,8 +5,6 @@ import json
 import math
 import re
 
-from rolemodel.lookup import nearest
-
 
 def readable(x):
     """For json.dumps: its whole text, the same in every process, or nan for what is missing to numpy and pandas."""
@@ -22,7 +20,7 @@ def as_row(row):
     if not isinstance(row, dict) or isinstance(row.get("prompt", row.get("question")), dict):  # pandas' columns
         raise TypeError(f"an example is a dict of its columns, in a file a JSON object, not a {type(row).__name__}")
     if row.get("prompt") is None and row.get("question") is None:
-        raise ValueError(f"an example needs `prompt` or `question`; {nearest('question', map(str, row))}")
+        raise ValueError(f"an example needs 'prompt' or 'question', but has only {', '.join(map(repr, row))}")
     json.dumps(row, default=readable, skipkeys=True, allow_nan=False)
     return dict(row)
 

@@ -250,7 +250,7 @@ def test_what_ends_at_once(models, tmp_path):
     assert "key 'max_stepps': unknown" in Run(tmp_path, models["untied"], "max_stepps=1").end(2)
     (tmp_path / "misspelled.py").write_text(MISSPELLED)
     run = Run(tmp_path, models["untied"], "env.id=misspelled", "env.args={}")
-    assert "line 1: an example needs `prompt` or `question`; did you mean 'questoin'? (role=orch" in run.end(2)
+    assert "line 1: an example needs 'prompt' or 'question', but has only 'questoin' (role=orch" in run.end(2)
     assert not (run.dir / "logs" / "inference.log").exists()  # no server had been started
     (tmp_path / "a [b]").mkdir()
     (tmp_path / "make.py").write_text(MAKE)
