@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash tests/run.sh            sets up .venv, as launch.sh does, and runs every test but the long ones: 4 minutes on 2 cores
+# bash tests/run.sh            sets up .venv, as launch.sh does, and runs every test but the long ones: 5 minutes on 2 cores
 # bash tests/run.sh --fast     without the real vLLM and without whole runs
 # bash tests/run.sh --all      with learning runs, the whole kill matrix and all model families, one at a time: hours
 # Further words go to pytest: bash tests/run.sh -k trainer
