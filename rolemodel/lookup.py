@@ -54,8 +54,8 @@ sys.meta_path.insert(0, RoleFinder)
 
 def find_script(role, name, origin):
     """The file that `<role>.script` names, beside the TOML or in the repository; for "" the file that runs as this role
-    in this process, or else our own. From now on `import <role>` means this file. Returns it, and a name for
-    config.toml, by which it is found again."""
+    in this process, or else our own. From now on `import <role>` means this file. Returns the file, and its name
+    for config.toml, from which a later start finds it again."""
     ours = ROOT / f"{role}.py"
     folders = [origin.parent, ROOT]
     module = sys.modules.get(role)

@@ -87,7 +87,7 @@ def limits(run):
         ("lines of the roles", lines, 1000),
         ("tokens of the roles", tokens, 12_000),
         ("lines that a run executes", total(run)[0], 2720),
-        ("lines of all but tests", code, 7470),
+        ("lines of all but tests", code, 7458),
         ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.7),
     ]
 

@@ -19,72 +19,63 @@ from rolemodel.by_hand import servers
 from rolemodel.checkpoints import log_step, write_final
 from rolemodel.config import load_config, to_toml
 from rolemodel.evaluation import is_due
-from rolemodel.limits import Limits
+from rolemodel.limits import Limits, Solved
 from rolemodel.lookup import ROOT, check_names, find_function
-from rolemodel.role import ConfigError, run_main
+from rolemodel.role import ConfigError, run_main, say
 from rolemodel.run_directory import next_batch, run_directory, write_config
 
 
 async def train(cfg, run_dir: Path):
-    # The roles, or the copies of them that the configuration names.
-    from orchestrator import ADVANTAGES, Client, Order, Rollout, add_advantages, commit_batch, evaluate, run_group
-    from trainer import (
-        PRECISIONS,
-        WeightSender,
-        build_policy,
-        load_batch,
-        make_optimizer,
-        start_distributed,
-        stream_weights,
-        sync_weights,
-        train_step,
-    )
+    import orchestrator  # after load_config: these are the copies that the configuration names, if it names any
+    import trainer
 
-    # The task, the policy, and a server that has the policy's weights.
+    # 1. The task, the policy, and a server that has the policy's weights.
     (task,) = cfg.env
     env = load_environment(task.id, task.args)
-    make_order = find_function(cfg.orchestrator.order, {"": Order})
+    make_order = find_function(cfg.orchestrator.order, {"": orchestrator.Order})
     order = make_order(task.name, env.dataset, cfg, {}, **cfg.orchestrator.order_args)
-    advantage = find_function(cfg.orchestrator.advantage, ADVANTAGES)
-    start_distributed(cfg)
-    policy = build_policy(cfg)
-    optimizer = make_optimizer(policy, cfg.trainer)
-    client = Client(cfg)
-    sender = WeightSender(cfg, run_dir, policy.device)
-    sync_weights(sender, policy, 0, cfg)
-
-    num_groups = cfg.orchestrator.batch_size // cfg.orchestrator.rollouts_per_example
+    advantage = find_function(cfg.orchestrator.advantage, orchestrator.ADVANTAGES)
+    trainer.start_distributed(cfg)
+    policy = trainer.build_policy(cfg)
+    optimizer = trainer.make_optimizer(policy, cfg.trainer)
+    client = orchestrator.Client(cfg)
+    sender = trainer.WeightSender(cfg, run_dir, policy.device)
+    trainer.sync_weights(sender, policy, 0, cfg)
+    size = cfg.orchestrator.rollouts_per_example
+    num_groups = cfg.orchestrator.batch_size // size
     limits = Limits(cfg.orchestrator.max_error_share, num_groups)
 
-    async def sample_groups(step: int, slot: int) -> list[list[Rollout]]:
+    async def sample_groups(step: int, slot: int) -> list[list]:
         """Groups of rollouts of one example each, until the rewards of one differ: the others have no gradient."""
         groups = []
         while not groups or groups[-1][0].dropped:
             example = order.pick(step, slot, len(groups))
-            size = cfg.orchestrator.rollouts_per_example
-            group = [Rollout(task.name, example, slot, len(groups), member) for member in range(size)]
-            await run_group(client, env, env.dataset[example], group, step, {})  # samples and scores them
-            add_advantages(group, advantage)  # by default: reward - mean of the group
-            limits.see(task.name, group)  # not for ever
+            group = [orchestrator.Rollout(task.name, example, slot, len(groups), member) for member in range(size)]
+            await orchestrator.run_group(client, env, env.dataset[example], group, step, {})  # samples and scores them
+            orchestrator.add_advantages(group, advantage)  # by default: reward - mean of the group
+            limits.see(task.name, group)  # raises if no group will ever have a gradient
             groups.append(group)
         return groups
 
-    for step in range(cfg.run.max_steps):
+    for step in range(cfg.run.max_steps + 1):
         began = time.perf_counter()
-        await client.until(step)  # of the servers' policy
+        await client.until(step)  # the servers have version `step` of the policy
         if is_due(step, cfg):
-            await evaluate(step, {task.name: env}, client)
+            await orchestrator.evaluate(step, {task.name: env}, client)
+        if step == cfg.run.max_steps:
+            break
+        # 2. Sample a batch of groups, with rewards and advantages.
         slots = range(step * num_groups, (step + 1) * num_groups)
         groups = sum(await asyncio.gather(*(sample_groups(step, slot) for slot in slots)), [])
-        commit_batch(step, groups, order.commit(step, groups), {task.name: order.memory}, run_dir, cfg)
-        batch = load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
-        metrics, table = train_step(policy, optimizer, batch, step, cfg)  # loss, gradient, AdamW
-        metrics = batch.info["metrics"] | metrics | sync_weights(sender, policy, step + 1, cfg)
+        memory = {task.name: order.memory}
+        orchestrator.commit_batch(step, groups, order.commit(step, groups), memory, run_dir, cfg)
+        # 3. Train on it: loss, gradient, AdamW.
+        batch = trainer.load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
+        metrics, table = trainer.train_step(policy, optimizer, batch, step, cfg)
+        # 4. Give the servers the new weights.
+        metrics = batch.info["metrics"] | metrics | trainer.sync_weights(sender, policy, step + 1, cfg)
         log_step(run_dir, step, metrics | {"time/step_s": time.perf_counter() - began}, table["policy/logp"])
-    await client.until(cfg.run.max_steps)
-    if is_due(cfg.run.max_steps, cfg):
-        await evaluate(cfg.run.max_steps, {task.name: env}, client)
-    blocks = stream_weights(policy.model, PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
+    blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
     write_final(run_dir / "final", policy.model, blocks, cfg)
     await client.http.close()
 
@@ -100,7 +91,10 @@ def main(argv: list[str]):
     write_config(run_dir, to_toml(cfg))
     os.environ.setdefault("ROLEMODEL_RUN_ID", f"{run_dir.name}-{os.getpid()}")
     with servers(cfg, [path, *overrides], run_dir):
-        asyncio.run(train(load_config(path, overrides), run_dir))
+        try:
+            asyncio.run(train(load_config(path, overrides), run_dir))
+        except Solved as solved:
+            say(str(solved))
 
 
 if __name__ == "__main__":

@@ -224,12 +224,8 @@ def main(argv: list[str]):
                 raise ConfigError(f"--arm {word}: not one of the keys that make a step, {ARM}")
         arm = arms[name] = load_config(file, [*args.overrides, *own])
         check_names(arm)
-    given = [
-        f"output_dir={json.dumps(str(out.parent))}",
-        f"run_name={json.dumps(out.name)}",
-        "trainer.gpus=1",
-        'prepare=""',
-    ]
+    given = [f"output_dir={json.dumps(str(out.parent))}", f"run_name={json.dumps(out.name)}"]
+    given += ["trainer.gpus=1", 'prepare=""']
     given += ["inference.urls=[]", *args.overrides]
     cfg = load_config(file, given)
     given.append(f"inference.gpus={cfg.inference.args['tensor_parallel_size']}")

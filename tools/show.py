@@ -134,7 +134,7 @@ def printable(text: str) -> str:
 
 
 def summary(line: dict) -> str:
-    """The reward of a rollout and its parts, or the error by which it was lost."""
+    """The reward of a rollout and its parts, or the error that lost it."""
     if line["reward"] is None:
         return line["error"]
     parts = [f"{name} {value:.3g}" for name, value in line["metrics"].items()]
