@@ -11,32 +11,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ALL = 1 << 30  # the window of a layer that has none
-# The time of a pair of positions in masked attention, relative to as much arithmetic in a layer's matrices. On CPUs it
-# was measured (SmolLM2, two threads); on CUDA, where a mask also rules out the fastest kernel, it is a guess.
-PAIR_COST = {"cpu": 1.4, "cuda": 8.0}
+BLOCK = 256  # tokens of a tree that attend together, on CPUs
+# The time of a pair of tokens in attention, relative to as much arithmetic in a layer's matrices: in a line of one
+# sequence, and in a tree. On CPUs it was measured (SmolLM2, two threads); on CUDA, where a mask rules out the fastest
+# kernel, it is a guess.
+PAIR_COSTS = {"cpu": (1.4, 1.4), "cuda": (1.0, 8.0)}
 
 
 class Costs(NamedTuple):
-    """What a tree costs a model, where a token without attention costs 1: tree of n tokens, n + pair * n^2."""
+    """What attention costs a model, where a token without attention costs 1."""
 
-    pair: float  # of a token that another one sees
+    pair: float  # a token that another one sees, in a line of one sequence
+    tree_pair: float  # the same in a tree, where tokens are compared that do not see each other
+    block: float  # tokens that attend together: each is compared with all that one of them sees
     widest: float  # tokens of a tree, at most
+
+    def of_line(self, num: int, num_pairs: int, is_tree: bool) -> float:
+        """The cost of a line with num tokens, which see num_pairs tokens altogether."""
+        if not is_tree:
+            return num + self.pair * num_pairs
+        return num + self.tree_pair * min(num**2, num_pairs + self.block * num)
 
 
 def costs_of(model: nn.Module, device: torch.device) -> Costs | None:
     """None if the model cannot compute trees: its attention accepts no custom masks, or it keeps state between tokens
     (Mamba, linear attention, convolutions).
 
-    With a hidden size d, a token takes about 24 d^2 flops in a layer's matrices, and 4 d for each token that it sees,
-    which in a tree are all of them. A mask has no more elements than four hidden states of its micro-batch."""
+    With a hidden size d, a token takes about 24 d^2 flops in a layer's matrices, and 4 d for each token that it is
+    compared with. Unless it is cut into blocks, a mask has no more elements than four hidden states of its line."""
     if not windows_of(model):
         return None
-    if model.config._attn_implementation == "flex_attention":  # it skips pairs that a mask forbids, and stores none
-        return Costs(0.0, math.inf)
+    implementation = model.config._attn_implementation
+    if implementation == "flex_attention":  # it skips pairs that a mask forbids, and stores none
+        return Costs(0.0, 0.0, 0.0, math.inf)
     hidden = model.config.get_text_config().hidden_size
-    return Costs(PAIR_COST[device.type] / (6 * hidden), 4 * hidden)
+    pair, tree_pair = (cost / (6 * hidden) for cost in PAIR_COSTS[device.type])
+    if device.type == "cpu" and implementation == "sdpa":
+        return Costs(pair, tree_pair, BLOCK, math.inf)
+    return Costs(pair, tree_pair, math.inf, 4 * hidden)
 
 
 def num_shared(a_L: Tensor, b_L: Tensor) -> int:
@@ -60,13 +75,15 @@ def cut_into_trees(ids: list[Tensor], sequences: list[int], limit: int, costs: C
     best = [(0.0, [])]  # its cost, and its trees
     for end in range(1, len(row) + 1):
         options = []
-        width = len(ids[row[end - 1]])
+        width = num_pairs = 0
         for start in reversed(range(end)):  # of the last tree, which grows to the left
-            if start < end - 1:
-                width += len(ids[row[start]]) - shared[start]
-                if width > limit or not shared[start]:
-                    break
-            options.append((best[start][0] + width + costs.pair * width**2, start, width))
+            is_tree = start < end - 1
+            size, old = len(ids[row[start]]), shared[start] if is_tree else 0
+            width += size - old
+            num_pairs += (size**2 - old**2) // 2  # a token sees those before it in its sequence
+            if is_tree and (width > limit or not old):
+                break
+            options.append((best[start][0] + costs.of_line(width, num_pairs, is_tree), start, width))
         cost, start, width = min(options)
         best.append((cost, [*best[start][1], (width, row[start:end])]))
     return sorted(best[-1][1])
@@ -116,6 +133,27 @@ def windows_of(model: nn.Module) -> dict[str, int]:
     return {kind: ALL if kind == "full_attention" else window for kind in kinds}
 
 
+sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def tree_attention(module, query, key, value, attention_mask, **kwargs):
+    """Transformers' sdpa; in a tree by blocks of queries, each with those keys alone that one of its queries sees: what
+    they have in common, and their own sequences, in place of the whole tree."""
+    lines = getattr(attention_mask, "lines", None)
+    if lines is None:
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
+    outputs = []
+    for (seen, sizes, masks), *line in zip(lines, query.split(1), key.split(1), value.split(1), strict=True):
+        # All keys at once: backward would add up a tensor of all keys for each block.
+        keys, values = (x.index_select(2, seen).split(sizes, 2) for x in line[1:])
+        blocks = zip(line[0].split(BLOCK, 2), keys, values, masks, strict=True)
+        outputs.append(torch.cat([sdpa(module, *block, **kwargs)[0] for block in blocks], 1))
+    return torch.cat(outputs), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("sdpa", tree_attention)
+
+
 def tree_masks(model: nn.Module, end_BW: Tensor, position_BW: Tensor):
     """What each token of trees sees: a mask, or one for each kind of layer, in the form that Transformers' models take.
     A window counts the positions of a sequence, not places in the line."""
@@ -124,9 +162,25 @@ def tree_masks(model: nn.Module, end_BW: Tensor, position_BW: Tensor):
         is_near = position_BW[b, at] - position_BW[b, other] < window
         return (other <= at) & (at < end_BW[b, other]) & is_near
 
-    make = ALL_MASK_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    def in_blocks(window):
+        """A mask without elements, which models hand on to tree_attention: no other function can use it."""
+        mask = end_BW.new_empty(num, 1, width, 0, dtype=torch.bool)
+        mask.lines = []  # of each: the keys of all blocks, their numbers, and a mask of each block
+        at_W = torch.arange(width)
+        for b in range(num):
+            blocks = [sees(window, b, 0, at[:, None], at_W) for at in at_W.split(BLOCK)]
+            keys = [block.any(0).nonzero()[:, 0] for block in blocks]
+            masks = [block[None, None, :, seen] for block, seen in zip(blocks, keys)]
+            mask.lines.append((torch.cat(keys), [*map(len, keys)], masks))
+        return mask
+
+    implementation = model.config._attn_implementation
+    make = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     num, width = end_BW.shape
     how = {"device": end_BW.device, "dtype": model.dtype, "allow_is_causal_skip": False}
-    windows = windows_of(model).items()
-    masks = {kind: make(num, width, width, mask_function=partial(sees, size), **how) for kind, size in windows}
+    is_cut = implementation == "sdpa" and end_BW.device.type == "cpu" and width > 2 * BLOCK
+    masks = {}
+    for kind, window in windows_of(model).items():
+        whole = partial(make, num, width, width, mask_function=partial(sees, window), **how)
+        masks[kind] = in_blocks(window) if is_cut else whole()
     return masks.get("", masks)

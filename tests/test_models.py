@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_trainer import reference
 
 import trainer
-from rolemodel import checkpoints
+from rolemodel import checkpoints, trees
 from rolemodel.config import load_config
 from rolemodel.role import ConfigError
 from rolemodel.trees import cut_into_trees
@@ -88,11 +88,11 @@ def batch(tmp_path):
     return trainer.load_batch(path)
 
 
-def micro_of(batch, trees=None):
-    """All rows, each for itself if no trees are given, padded beyond the longest."""
-    trees = trees or [[row] for row in range(len(batch.lens))]
-    width = 3 + max(sum(batch.lens[row] for row in tree) for tree in trees)
-    return trainer.collate(batch.fields, batch.lens, trees, width, "cpu")
+def micro_of(batch, lines=None):
+    """All rows, each for itself if no lines are given, padded beyond the longest."""
+    lines = lines or [[row] for row in range(len(batch.lens))]
+    width = 3 + max(sum(batch.lens[row] for row in line) for line in lines)
+    return trainer.collate(batch.fields, batch.lens, lines, width, "cpu")
 
 
 def step(policy, batch, cfg):
@@ -101,7 +101,7 @@ def step(policy, batch, cfg):
 
 
 @pytest.mark.parametrize("family", some(FAMILIES, 4))
-def test_every_family(family, make_cfg, batch, tmp_path):
+def test_every_family(family, make_cfg, batch, tmp_path, monkeypatch):
     """Padded and in training mode it is the model alone, it trains, and goes out as its checkpoint has it."""
     path = make_model(family, FAMILIES[family], tmp_path / "model")
     cfg = make_cfg(model=path)
@@ -109,13 +109,15 @@ def test_every_family(family, make_cfg, batch, tmp_path):
     plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     expected_N = reference(plain, batch)[0][batch.fields["mask"]]
     expected_N.sum().backward()
-    micros = [micro_of(batch)]
+    micros = [(micro_of(batch), trees.BLOCK)]
     assert bool(policy.tree_costs) == (family not in ALONE)
     if policy.tree_costs:
         ids = batch.fields["tokens"].split(batch.lens)
-        micros.append(micro_of(batch, [tree for _, tree in cut_into_trees(ids, [*range(10)], 999, policy.tree_costs)]))
-        assert micros[1]["ids_BW"].shape[0] < 5
-    for micro in micros:
+        micro = micro_of(batch, [tree for _, tree in cut_into_trees(ids, [*range(10)], 999, policy.tree_costs)])
+        assert micro["ids_BW"].shape[0] < 5
+        micros += [(micro, trees.BLOCK), (micro, 7)]  # whole, and by blocks
+    for micro, block in micros:
+        monkeypatch.setattr(trees, "BLOCK", block)
         policy.zero_grad()
         logp_N = policy(micro)[0]
         torch.testing.assert_close(logp_N[micro["at_N"].argsort()].double(), expected_N, atol=1e-5, rtol=1e-5)

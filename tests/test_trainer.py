@@ -29,7 +29,7 @@ from rolemodel.role import ConfigError, DataError, NumericsError, RunError
 from rolemodel.trees import Costs, cut_into_trees
 from tools import start_from
 
-FREE = Costs(0.0, math.inf)
+FREE = Costs(0.0, 0.0, 0.0, math.inf)
 CPU = torch.device("cpu")
 EXACT = {"rtol": 0, "atol": 0}
 EPOCHS = ["trainer.updates_per_batch=2", "trainer.minibatches=2"]
@@ -119,7 +119,8 @@ def test_a_tree(make_cfg):
     assert cut_into_trees(ids, [0, 1], 6, None) == [(4, [0]), (4, [1])]
     assert cut_into_trees(ids, [0, 1], 6, FREE) == [(6, [1, 0])]
     assert len(cut_into_trees(ids, [0, 1], 5, FREE)) == 2  # it has six tokens
-    assert len(cut_into_trees(ids, [0, 1], 6, Costs(1.0, 99))) == 2  # attention, of which a tree has more, costs most
+    assert len(cut_into_trees(ids, [0, 1], 6, Costs(1.0, 1.0, math.inf, 99))) == 2  # a tree has more attention
+    assert len(cut_into_trees(ids, [0, 1], 6, Costs(1.0, 1.0, 0.0, 99))) == 1  # unless it is cut into blocks
     micro = trainer.collate(fields, batch.lens, [[1, 0]], 8, CPU)
     assert micro["tokens_N"].tolist() == [5, 6, 9, 4] and micro["sequence_N"].tolist() == [0, 0, 1, 1]
 

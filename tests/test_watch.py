@@ -67,7 +67,9 @@ def printed(capfd, start):
     ({"rollout/errors": 10}, "10% of the rollouts are lost"),
     ({"policy/kl_sampler": 0.09}, ""),
     ({"policy/kl_sampler": 0.2}, "KL(sampler || policy) is 0.20 nats per token: lower trainer.learning_rate"),
-    ({"time/wait_batch_s": 0.6}, "the trainer waits 60% of the time for rollouts: raise inference.gpus"),
+    ({"time/wait_batch_s": 0.6, "time/dropped_s": 0.4, "time/eval_s": 0.1},
+     "the trainer waits 60% of the time, mostly for groups in place of those without a gradient"),
+    ({"time/wait_batch_s": 0.6}, "the trainer waits 60% of the time, mostly for rollouts: raise inference.gpus"),
 ])  # fmt: skip
 def test_a_warning_names_the_key_to_change(numbers, warning, write, capfd):
     watch.main([str(write(range(10), **numbers)), "--once"])
@@ -111,7 +113,9 @@ def test_a_run_that_is_done(write, capfd):
     watch.main([str(run)])
     out = capfd.readouterr().out
     assert "=== step 5, task, row 1, rollout 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
-    assert "time: 12 s, 70% training, 10% waiting for rollouts, 20% syncing\ntime: bound by training: raise" in out
+    assert (
+        "time: 12 s, 70% training, 20% syncing, 10% waiting (10% for rollouts)\ntime: bound by training: raise" in out
+    )
     assert "result: task: right 0.500 (0.000 before), reward 0.200 +- 1.271, gain 0.150 +- 0.635 in 10 steps\n" in out
 
 

@@ -10,7 +10,7 @@ from itertools import cycle
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tools.show import Lines, half_width, restrict, run_with
+from tools.show import Lines, half_width, parts_of, restrict, run_with
 
 STYLES = [  # one for each run; the colors are Okabe and Ito's
     {"color": "#000000", "linestyle": "-", "marker": ""},
@@ -28,7 +28,8 @@ PANELS = {
     "policy/entropy": (1, 0, "entropy, nats per token"),
     "sync/dlogp_max": (1, 1, "canary after each sync: largest |dlogp|"),
 }
-PARTS = {"wait_batch": "1.0", "train": "0.7", "sync": "0.3"}  # of a step, with their shade
+# Of a step, with their color: what the trainer does, and what it waits for.
+PARTS = {"training": "0.6", "sync": "0.2", "rollouts": "#56b4e9", "dropped groups": "#e69f00", "evaluation": "#009e73"}
 
 
 def values(metrics: list[dict], key: str) -> list[float]:
@@ -50,8 +51,13 @@ def draw_evaluation(axis, run: Path, style: dict):
 
 def draw_time(axis, metrics: list[dict]):
     """The parts of a step, one above the other."""
-    parts = [[line.get(f"time/{name}_s", 0.0) for line in metrics] for name in PARTS]
-    axis.stackplot(values(metrics, "version"), parts, labels=PARTS, colors=PARTS.values(), edgecolor="black")
+    metrics = [line for line in metrics if "time/wait_batch_s" in line]  # replays do not wait
+    parts = [parts_of(line) for line in metrics]
+    if parts:
+        labels = [name if name in ("training", "sync") else f"waiting: {name}" for name in PARTS]
+        heights = [[found[name] for found in parts] for name in PARTS]
+        versions = values(metrics, "version")
+        axis.stackplot(versions, heights, labels=labels, colors=PARTS.values(), step="pre")
 
 
 def draw(runs: list[Path]):

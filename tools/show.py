@@ -61,6 +61,16 @@ def restrict(evals: list[dict]):
             line["reward/mean"] = float(np.mean(line["rows"])) if table else math.nan
 
 
+def parts_of(line: dict) -> dict[str, float]:
+    """Where the seconds of a step went, by its line of metrics.jsonl. The trainer's wait ends with the batch, so it is
+    first the evaluation that held the batch, then the groups in place of dropped ones, then rollouts."""
+    wait = line["time/wait_batch_s"]
+    evaluation = min(wait, line.get("time/eval_s", 0.0))
+    dropped = min(wait - evaluation, line.get("time/dropped_s", 0.0))
+    parts = {"training": line["time/train_s"], "sync": line["time/sync_s"], "rollouts": wait - evaluation - dropped}
+    return parts | {"dropped groups": dropped, "evaluation": evaluation}
+
+
 def with_interval(value: float, half: float | None) -> str:
     return f"{value:.3f}" if half is None else f"{value:.3f} +- {half:.3f}"
 

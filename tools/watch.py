@@ -46,7 +46,10 @@ KL = 0.1  # nats per token: importance weights are then typically off by half
 
 # --- can anything be learned? -----------------------------------------------------------------------------------------
 
-REMEDY = "take easier rows or a finer reward if the mean is low, harder rows if it is high, or larger groups"
+REMEDY = (
+    "take easier rows or a finer reward if the mean reward is low, harder rows if it is high (orchestrator.order = "
+)
+REMEDY += '"orders:Difficulty" finds both), or larger groups'
 LONGER = "raise orchestrator.sampling.max_tokens or max_seq_len, or reward brevity"
 
 
@@ -107,16 +110,30 @@ def mismatch(lines: list[dict]) -> str:
     return f"KL(sampler || policy) is {kl:.2f} nats per token: {remedy}" if kl > KL else ""
 
 
-BOUNDS = {  # what to change, by the part of a step that decides how long it takes
-    "train": "training: raise trainer.gpus, or set trainer.compile; perf/mfu and trainer.profile_step tell more",
-    "wait_batch": "rollouts: raise inference.gpus, orchestrator.max_concurrent or max_staleness",
+# What to change, by the part of a step that takes longest, or for which the trainer waits longest.
+BOUNDS = {
+    "training": "training: raise trainer.gpus, or set trainer.compile; perf/mfu and trainer.profile_step tell more",
     "sync": "syncing: give the servers GPUs that the trainer does not use, or send adapters (use_lora with bf16)",
+    "rollouts": "rollouts: raise inference.gpus, orchestrator.max_concurrent or max_staleness",
+    "dropped groups": f"groups in place of those without a gradient: {REMEDY}, or stop here if the mean is high enough",
+    "evaluation": "evaluations: raise eval.every, or lower eval.num_examples",
 }
 
 
+def waits(seconds: Counter) -> dict[str, float]:
+    """What the trainer waited for, the longest first."""
+    found = {part: seconds[part] for part in ("rollouts", "dropped groups", "evaluation")}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
 def starved(lines: list[dict]) -> str:
-    share = mean(lines, "time/wait_batch_s") / mean(lines, "time/step_s")
-    return f"the trainer waits {share:.0%} of the time for {BOUNDS['wait_batch']}" if share > 0.5 else ""
+    seconds = sum((Counter(show.parts_of(line)) for line in lines), Counter())
+    share = sum(waits(seconds).values()) / sum(line["time/step_s"] for line in lines)
+    return (
+        f"the trainer waits {share:.0%} of the time, mostly for {BOUNDS[next(iter(waits(seconds)))]}"
+        if share > 0.5
+        else ""
+    )
 
 
 # Each gets the last WINDOW lines of metrics.jsonl, with what watch.jsonl has, and returns what is wrong and
@@ -268,8 +285,7 @@ class Watch:
                 judge(mine[0]["env"], grouped(mine, "slot", "attempt"))
         if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
             say(show.as_text(rollouts[step * 7919 % len(rollouts)], most=600))
-        for part in ("step", "train", "wait_batch", "sync"):
-            self.seconds[part] += line[f"time/{part}_s"]
+        self.seconds.update(show.parts_of(line) | {"step": line["time/step_s"]})
         self.window.append(line)
         if (step + 1) % WINDOW == 0 and len(self.window) == WINDOW:
             for warning in WARNINGS:
@@ -319,12 +335,15 @@ class Watch:
     def end(self):
         whole = self.seconds["step"]
         if whole:
-            train, wait, sync = (self.seconds[part] / whole for part in BOUNDS)
+            waited = waits(self.seconds)
+            wait = sum(waited.values())
+            parts = ", ".join(f"{seconds / whole:.0%} for {part}" for part, seconds in waited.items() if seconds)
+            text = f"{self.seconds['training'] / whole:.0%} training, {self.seconds['sync'] / whole:.0%} syncing"
+            say(f"time: {whole:.0f} s, {text}, {wait / whole:.0%} waiting{f' ({parts})' if parts else ''}")
             # Sampling goes on during training, unless max_staleness is 0: to wait at all means that it takes longer.
-            is_late = wait > 0.1 and self.cfg.orchestrator.max_staleness
-            bound = "wait_batch" if is_late else max(BOUNDS, key=lambda part: self.seconds[part])
-            say(f"time: {whole:.0f} s, {train:.0%} training, {wait:.0%} waiting for rollouts, {sync:.0%} syncing")
-            say(f"time: bound by {BOUNDS[bound]}")
+            is_late = wait > 0.1 * whole and self.cfg.orchestrator.max_staleness
+            among = waited if is_late else BOUNDS
+            say(f"time: bound by {BOUNDS[max(among, key=lambda part: self.seconds[part])]}")
         if (self.run / "done").exists():
             say(f"result: {'; '.join(self.results.values()) or 'no evaluation (eval.every)'}")
             for command in commands(self.run, self.cfg):
