@@ -237,6 +237,49 @@ def test_what_a_template_refuses_is_scored_if_the_policy_said_it(run, tmp_path):
     assert not any(r["error"] or r["reward"] is None for r in rollouts)
 
 
+def test_a_refusal_is_the_policys_only_if_its_own_words_are_refused(make_cfg):
+    """Not if an environment has put an image into its second turn (hexo-ai/sia #61)."""
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    said = {"message": {"role": "assistant", "content": "ab", "tool_calls": [call]}}
+    refused = orchestrator.HttpRefused("no images here")
+    r, bodies = play(make_cfg(), asks({}, {}), reply(**said), refused, reply())
+    assert r.error == "ValueError: no images here" and r.reward is None and not r.truncated
+    assert [m["content"] for m in bodies[2]["messages"]] == ["ok", "ab", "ok"]
+    assert bodies[2]["messages"][2]["tool_call_id"] == "c1" and bodies[2]["max_tokens"] == 1
+    r, _ = play(make_cfg(), asks({}, {}), reply(**said), refused, refused)
+    assert (r.truncated, r.reward, r.error) == (True, 1.0, "")
+
+
+class Unreadable(Exception):
+    def __repr__(self):
+        raise self
+
+    __str__ = __repr__
+
+
+def test_nothing_that_user_code_leaves_ends_a_run(run):
+    """A tool stored a circular object, and rollouts.jsonl could not be written (helm #1381)."""
+    circle = []
+    circle.append(circle)
+    bad = [{"info": circle}, {"info": {"x": Unreadable()}}, {"completion": [circle]}, {"agent_rewards": [1.0]}]
+    bad += [{"agent_rewards": {"": "x"}}, {"turn_rewards": [1.0, 2.0]}, {"metrics": {"x": "y"}}, Unreadable()]
+    left = itertools.cycle(itertools.chain(*([{}, {}, {}, what] for what in bad)))
+
+    class Leaves(Rubric):
+        async def score(self, state):
+            what = next(left)
+            if isinstance(what, Exception):
+                raise what
+            state |= what
+            return random.random(), what.get("metrics", {})
+
+    run_dir = run(5, SingleTurnEnv(rows(37), eval_dataset=rows(37), rubric=Leaves()), "eval.every=1")
+    rollouts = [r for name in ("rollouts", "eval_rollouts") for r in lines(run_dir / f"{name}.jsonl")]
+    errors = {r["error"].split(":")[0] for r in rollouts}
+    assert errors == {"", "ValueError", "Unreadable", "AttributeError"} and len(rollouts) > 200
+    assert sum(r["reward"] is None for r in rollouts) / len(rollouts) == pytest.approx(0.25, abs=0.02)
+
+
 def lost(work, timeout_s=5.0):
     """Why a rollout was lost by this work."""
     r = Rollout("e", 0, 0, 0, 0, reward=1.0, metrics={"x": 1.0})
@@ -307,7 +350,10 @@ def play(cfg, task, *replies):
 
     async def post(url, path, body):
         bodies.append(body)
-        return next(answers)
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     async def go():
         running = asyncio.Semaphore(1)
