@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from env import Messages, MultiTurnEnv, Rubric
-from rolemodel.environments.parsers import XMLParser
+from rolemodel.environments.parsers import XMLParser, number
 from rolemodel.environments.tools import ToolEnv
 from rolemodel.role import ConfigError
 
@@ -47,7 +47,8 @@ class Calculator(MultiTurnEnv):
 
 
 def correct(completion: Messages, answer: str) -> float:
-    return float(PARSER.parse(completion[-1]["content"]).answer == answer)
+    found = number(PARSER.parse_answer(completion[-1:]))
+    return float(found is not None and found == number(answer))
 
 
 def called(completion: Messages) -> float:
@@ -57,7 +58,7 @@ def called(completion: Messages) -> float:
 
 def repeated(completion: Messages) -> float:
     """Whether the answer is what the calculator said, be it right or wrong."""
-    return float(len(completion) > 2 and PARSER.parse(completion[-1]["content"]).answer == completion[-2]["content"])
+    return float(len(completion) > 2 and PARSER.parse_answer(completion[-1:]) == completion[-2]["content"])
 
 
 def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list[dict]:
@@ -67,8 +68,8 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
     wordings = [line.split(maxsplit=2) for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
     draw = random.Random(f"{split} {num}")
     rows = []
-    for number in range(num):
-        operation = "+-*"[number % 3]
+    for i in range(num):
+        operation = "+-*"[i % 3]
         _, _, question = draw.choice([wording for wording in wordings if wording[:2] == [split, operation]])
         a, b = draw.randint(100, 999), draw.randint(100, 999)
         if operation == "-":

@@ -3,11 +3,13 @@
 import re
 
 from env import MultiTurnEnv, Rubric
+from rolemodel.environments.parsers import without_thoughts
 
 
 def guess(messages):
     """The first number in the last message; 0 if there is none."""
-    return int((re.findall(r"\d+", messages[-1]["content"]) or ["0"])[0])
+    numbers = re.findall("-?[0-9]+", without_thoughts(messages[-1]["content"]))
+    return int((numbers or ["0"])[0][:9])  # Python refuses to read thousands of digits
 
 
 class HigherLower(MultiTurnEnv):

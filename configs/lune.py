@@ -5,6 +5,7 @@ import random
 import re
 
 from env import Messages, Rubric, SingleTurnEnv
+from rolemodel.environments.parsers import without_thoughts
 
 WORDS = (3, 5, 3)  # in each line
 TOPICS = """
@@ -22,9 +23,13 @@ wolves wonder yesterday
 """
 
 
+def poem(completion: Messages) -> str:
+    return without_thoughts(completion[-1]["content"])
+
+
 def lines_of(completion: Messages) -> list[list[str]]:
     """The words of each line that has any, in lower case."""
-    lines = [re.findall(r"[\w'’-]*\w", line.lower()) for line in completion[-1]["content"].split("\n")]
+    lines = [re.findall(r"[\w'’-]*\w", line.lower()) for line in poem(completion).split("\n")]
     return [words for words in lines if words]
 
 
@@ -32,7 +37,7 @@ def form(completion: Messages) -> float:
     """How near the lines' numbers of words are to three, five and three: their mean squared ratio, times the share of
     different words; 0 if it does not end like a sentence."""
     lines = lines_of(completion)
-    if not completion[-1]["content"].endswith((".", "!", "?")):
+    if not poem(completion).endswith((".", "!", "?")):
         return 0.0
     near = sum((min(len(words), num) / max(len(words), num)) ** 2 for words, num in zip(lines, WORDS))
     every = sum(lines, [])

@@ -4,6 +4,7 @@ import difflib
 import random
 
 from env import Messages, Rubric, SingleTurnEnv
+from rolemodel.environments.parsers import without_thoughts
 
 CONSONANTS = "bcdfghjklmnprstvwz"
 VOWELS = "aeiou"
@@ -41,11 +42,11 @@ def demonstrations(num: int) -> list[Messages]:
 
 
 def similarity(completion: Messages, answer: str) -> float:
-    return difflib.SequenceMatcher(None, completion[-1]["content"], answer).ratio()
+    return difflib.SequenceMatcher(None, without_thoughts(completion[-1]["content"]), answer).ratio()
 
 
 def exact(completion: Messages, answer: str) -> float:
-    return float(completion[-1]["content"] == answer)
+    return float(without_thoughts(completion[-1]["content"]) == answer)
 
 
 def load_environment(num_train=8192, num_eval=256, system_prompt="") -> SingleTurnEnv:

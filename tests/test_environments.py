@@ -1,9 +1,18 @@
 """What tasks import: tools, parsers, judges and rubrics."""
 
 import asyncio
+import dataclasses
+import datetime
+import enum
+import inspect
+import json
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal
+from decimal import Decimal
+from typing import Annotated, Literal
 
+import jsonschema
+import pydantic
 import pytest
 from plain_server import PlainServer
 from scripted import play
@@ -11,9 +20,10 @@ from think_env import Turns
 
 from env import SingleTurnEnv
 from rolemodel.environments.judge import JudgeRubric
-from rolemodel.environments.parsers import XMLParser, extract_boxed_answer
+from rolemodel.environments.parsers import XMLParser, extract_boxed_answer, without_thoughts
 from rolemodel.environments.rubrics import AgentRubric, GroupRubric, TurnRubric
 from rolemodel.environments.tools import ToolEnv
+from rolemodel.role import ConfigError
 
 ROWS = [{"question": "2 + 2?", "answer": "4"}]
 
@@ -50,7 +60,7 @@ def calls(*requests):
 
 def test_tools_run_and_what_goes_wrong_goes_back_as_text():
     wrong = {
-        ("look", "{"): "JSONDecodeError",
+        ("look", "{"): "Invalid JSON",
         ("look", '{"where": ["a"], "how": "up"}'): "how: Input should be 'near' or 'far'",
         ("look", '{"where": ["a"], "state": {}}'): "how: Missing required argument; state: Unexpected keyword argument",
         ("nothing", "{}"): "there is no tool 'nothing', only look, fails",
@@ -69,6 +79,50 @@ def test_tools_run_and_what_goes_wrong_goes_back_as_text():
     assert len(texts[1]) == env.max_output + len("\n[cut at 8192 characters]")
     for text, want in zip(texts[2:], wrong.values(), strict=True):
         assert text.startswith("error: ") and want in text, (text, want)
+
+
+class Color(enum.Enum):
+    RED = "red"
+
+
+class Pair(enum.Enum):
+    ONE = (1, 2)
+
+
+@dataclasses.dataclass
+class Shelf:
+    color: Color
+    size: int = 2
+
+
+def taking(hint):
+    def tool(x):
+        """Takes.
+
+        Args:
+            x: what
+        """
+        return x
+
+    tool.__annotations__ = {"x": hint}
+    return tool
+
+
+def test_what_a_tools_schema_allows_its_check_takes_and_it_returns_json():
+    """agno #9899, autogen #7873."""
+    red = {"color": "red", "size": 2}
+    hints = [(Color, "red"), ("Color", "red"), (list[Color] | None, ["red"]), (Shelf, red)]
+    hints += [(tuple[int, str], [1, "ä"]), (set[bool], [True]), (bytes, "b"), (dict[int, None], {"1": None})]
+    hints += [(Annotated[datetime.date, pydantic.Strict()], "2020-01-01"), (Decimal, "1.5"), (float, 1.0), (str, "a b")]
+    for hint, value in hints:
+        env = ToolEnv(ROWS, [taking(hint)])
+        jsonschema.validate({"x": value}, env.tools[0]["function"]["parameters"])
+        state, _, _ = play(env, ROWS[0], calls(("tool", json.dumps({"x": value}))), "4")
+        text = state["completion"][1]["content"]
+        assert text == (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+    for hint in (Pair, Literal[b"x"], Literal[Color.RED], list[Notes], Callable, "Missing", inspect.Parameter.empty):
+        with pytest.raises(ConfigError, match="tool tool, argument x: "):
+            ToolEnv(ROWS, [taking(hint)])
 
 
 # --- parsers ----------------------------------------------------------------------------------------------------------
@@ -91,6 +145,20 @@ def test_xml():
 def test_boxes():
     boxes = {r"\boxed{1} \boxed{\frac{1}{2}}": r"\frac{1}{2}", r"\boxed{1} \boxed{2": "1", r"\boxed{\}}": r"\}"}
     assert {text: extract_boxed_answer(text) for text in boxes} == boxes and extract_boxed_answer("none") == "none"
+
+
+def test_what_stands_in_a_thought_is_no_answer():
+    """MedARC-AI/medmarks #128."""
+    texts = {"<think>8</think>7": "7", "8</think>\n\n7\n": "7", "<think>8": "", "7 <think>8</think><think>9": "7"}
+    texts |= {"<think>8 <think> 9</think>7": "7", "<reasoning>8</reasoning>7": "7", "7": "7", "": ""}
+    assert {text: without_thoughts(text) for text in texts} == texts
+    parser = XMLParser(["think", "answer"])
+    text = "<think>\n<answer>8</answer>\n</think>\n<answer>7</answer>"
+    assert vars(parser.parse(text)) == {"think": "<answer>8</answer>", "answer": "7"}
+    assert extract_boxed_answer(r"\boxed{7} <think>\boxed{8}") == "7"
+    assert XMLParser(["answer"]).follows_format(text) == 1.0
+    assert judged("<think>perhaps <score>7</score>")[0] is None
+    assert judged("<score>7</score>", "<think>8")[1][0][1].endswith("</score>")
 
 
 # --- judges -----------------------------------------------------------------------------------------------------------

@@ -76,6 +76,29 @@ def test_reverse_text(tmp_path):
     assert [play(env, env.dataset[0], text)[1] for text in said] == [1.0, 0.8, 0.0]  # of 5 characters 4 are shared
 
 
+DRAFTS = [  # a task, what stands in its thought, the answer to the first row
+    ("gsm8k", {"path": str(gsm8k.SAMPLE)}, "<answer>{}</answer>"), ("reverse_text", {}, "{}"), ("lune", {}, "{}"),
+    ("calculator", {}, "<answer>{}.0</answer>"), ("math_python", {"allow_unsandboxed_python": True}, r"\boxed{{{}}}"),
+    ("higher_lower", {"max_turns": 1}, "{}"), ("wiki_search", {}, "{}"), ("alphabet_sort", {"turns": 1}, "{}"),
+    ("wordle", {"use_think": False, "turns": 1}, "<guess>{}</guess>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, args, form", DRAFTS)
+def test_no_task_grades_a_thought(name, args, form):
+    env = load_environment(name, args)
+    row = env.dataset[0]
+    answer = row.get("answer") or row["info"]["answers"][0]
+    if name == "lune":
+        answer = f"a b c.\nd e f g h\ni j {answer}."
+    right, draft = form.format(answer), form.format("9" * 5000)
+    values = [
+        next(iter(play(env, row, text)[2].values()))
+        for text in (right, f"<think>{draft}</think>\n{right}", f"{draft}</think>{right}", f"<think>{right} or")
+    ]
+    assert values == [1, 1, 1, 0]
+
+
 def test_alphabet_sort_asks_again_and_rewards_each_turn():
     env = load_environment("alphabet_sort", {"words": "names", "first": 3, "more": 2, "turns": 3})
     row = env.dataset[0]

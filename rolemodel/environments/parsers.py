@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from types import SimpleNamespace
 
 from env import Messages
@@ -12,6 +13,30 @@ def assistant_texts(completion: Messages) -> list[str]:
     return [message.get("content") or "" for message in completion if message["role"] == "assistant"]
 
 
+THOUGHTS = {"think", "reasoning"}
+
+
+def without_thoughts(text: str, tags=THOUGHTS) -> str:
+    """The text as a grader should read it, stripped: what stands in <think> or <reasoning> is no answer. A thought
+    without an end was cut off, and one without a beginning was opened by the template, in the prompt.
+
+    A template that opens a thought leaves no tag at all in one that was cut off: set inference.args.reasoning_parser,
+    which takes thoughts out of the content."""
+    for tag in tags:
+        text = re.sub(f"<{tag}>.*?</{tag}>", "", text, flags=re.DOTALL)
+        text = text.rpartition(f"</{tag}>")[2].partition(f"<{tag}>")[0]
+    return text.strip()
+
+
+def number(text: str | None) -> Decimal | None:
+    """A text such as "$1,200.50" as a Decimal, or None if it is not a single number. Decimals are equal with or without
+    zeros at the end, and unlike floats never because of rounding."""
+    plain = (text or "").replace("\u2212", "-").replace("{,}", ",")
+    plain = re.sub(r"\\?\$\s*", "", plain).strip().rstrip(".,")
+    is_number = re.fullmatch(r"[-+]?(([0-9]+|[0-9]{1,3}(,[0-9]{3})+)(\.[0-9]*)?|\.[0-9]+)", plain)
+    return Decimal(plain.replace(",", "")) if is_number else None
+
+
 class XMLParser:
     """Parses fields in XML tags. Tags in a tuple mean the same: XMLParser(["reasoning", ("code", "answer")])."""
 
@@ -20,10 +45,12 @@ class XMLParser:
         self.answer_field = answer_field
 
     def parse(self, text: str, last: bool = False) -> SimpleNamespace:
-        """Returns a namespace with an attribute per tag: its first (or last) content, stripped, or None."""
+        """Returns a namespace with an attribute per tag: its first (or last) content, stripped, or None. Only thoughts
+        are looked for in thoughts."""
         found = {}
         for tag in [tag for field in self.fields for tag in field]:
-            contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text, re.DOTALL)
+            where = text if tag in THOUGHTS else without_thoughts(text)
+            contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", where, re.DOTALL)
             found[tag] = contents[-1 if last else 0].strip() if contents else None
         return SimpleNamespace(**found)
 
@@ -49,7 +76,9 @@ class XMLParser:
         return "\n".join(f"<{name}>\n...\n</{name}>" for name in names)
 
     def follows_format(self, text: str) -> float:
-        """Half is for the share of fields that occur exactly once, half for nothing but the fields, in order."""
+        """Half is for the share of fields that occur exactly once, half for nothing but the fields, in order. A
+        thought that is no field does not count: some models begin with one whatever they are told."""
+        text = without_thoughts(text, THOUGHTS.difference(*self.fields))
         num_once = 0
         patterns = []
         for i, field in enumerate(self.fields):
@@ -58,7 +87,7 @@ class XMLParser:
             if len(found) == 1:
                 num_once += 1
             patterns.append(rf"<(?P<t{i}>{tags})>(?:(?!</?(?P=t{i})>).)*</(?P=t{i})>")
-        is_exact = num_once == len(self.fields) and re.fullmatch(r"\s*".join(patterns), text.strip(), re.DOTALL)
+        is_exact = num_once == len(self.fields) and re.fullmatch(r"\s*".join(patterns), text, re.DOTALL)
         return (num_once / len(self.fields) + bool(is_exact)) / 2
 
     def get_format_reward_func(self) -> Callable[[Messages], float]:
@@ -73,7 +102,8 @@ class XMLParser:
 
 def extract_boxed_answer(text: str) -> str:
     r"""Returns the content of the last \boxed{...} that is closed, with balanced braces, or the whole text if there is
-    none. \{ and \} are no braces."""
+    none. \{ and \} are no braces. What stands in a thought is no answer."""
+    text = without_thoughts(text)
     opened = []  # braces: where the content of a box begins, or -1
     last = -1
     answer = text
