@@ -161,6 +161,46 @@ def test_the_policys_own_messages_are_restored_as_they_were_sampled(restore):
     assert [endpoint.key_of(message) == endpoint.key_of(THOUGHT) for message in others] == [True] + [False] * 4
 
 
+def test_results_follow_their_calls_when_ids_are_restored():
+    """kimi-code #2503. One id for both calls, or none, is told apart by the order."""
+    said = {"tool_calls": [CALL | {"id": "a1"}, CALL | {"id": "a2"}]}
+    for new in (["n1", "n2"], ["n", "n"], [None, None]):
+
+        async def agent(client, prompt):
+            await say(client, prompt)
+            prompt[-1]["tool_calls"] = [CALL | {"id": id} for id in new]
+            results = [{"role": "tool", "tool_call_id": id, "content": str(i)} for i, id in enumerate(new)]
+            await say(client, [*prompt, *results])
+
+        sent = play(agent, said, "end").asked[1].messages[1:]
+        assert [call["id"] for call in sent[0]["tool_calls"]] == ["a1", "a2"]
+        assert [(m["tool_call_id"], m["content"]) for m in sent[1:]] == [("a1", "0"), ("a2", "1")]
+
+
+IMAGE = {"type": "input_image", "image_url": "data:,", "detail": "auto"}
+NO_FUNCTION = {"type": "custom", "custom": {"name": "f"}}
+
+
+@pytest.mark.parametrize("route, body, named", [
+    ("chat/completions", {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "'function_call'"),
+    ("chat/completions", {"messages": [{"role": "assistant", "refusal": "no"}]}, "'refusal'"),
+    ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [NO_FUNCTION]}]}, "type 'custom'"),
+    ("chat/completions", {"messages": [], "tools": [NO_FUNCTION]}, "type 'custom'"),
+    ("responses", {"model": "m", "input": [{"role": "user", "content": [IMAGE]}]}, "type 'input_image'"),
+    ("responses", {"model": "m", "input": [{"role": "assistant", "content": [{"type": "refusal"}]}]}, "'refusal'"),
+])  # fmt: skip
+def test_what_the_policy_would_not_see_is_refused_by_its_name(route, body, named):
+    """vllm #46631, instructor #2464. A rollout that ends so is the agent's failure, even if the agent hides it."""
+
+    async def agent(client, base_url, prompt):
+        await say(client, prompt)
+        with pytest.raises(openai.BadRequestError, match=named):
+            await client.post(f"/{route}", body=body, cast_to=object)
+
+    with pytest.raises(AgentFailed, match=named):
+        play(agent, "a", forgive=[Exception])
+
+
 @pytest.mark.parametrize("names", [("", ""), ("a", "b")])
 def test_no_conversation_gets_the_thoughts_of_another(names):
     """Two that have said the same, after as many messages; then three times the same in one."""

@@ -25,6 +25,7 @@ import orchestrator
 from env import Rubric, SingleTurnEnv
 from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, extend_or_fork, to_arrays
 from rolemodel import evaluation
+from rolemodel.limits import Limits
 from rolemodel.lookup import find_function
 from rolemodel.mixes import divide_slots
 from rolemodel.role import ConfigError, DataError
@@ -594,6 +595,19 @@ def test_evaluations_by_hand():
     found = evaluation.batch_metrics(groups, [0])
     expected = {"rollout/tokens": 2.0, "rollout/truncated": 1 / 3, "rollout/errors": 1, "rollout/num": 5}
     assert {key: found[key] for key in expected} == pytest.approx(expected)
+
+
+def test_another_scale_than_0_to_1_tells_no_success():
+    """prime-rl #3566: of 0 to 10 points, 3 are no success, and neither is 1."""
+    groups = [[rollout(0.3, metrics={"points": x}, num_tokens=1)] for x in (3.0, 1.0)]
+    found = evaluation.eval_metrics(groups)
+    assert not {"pass@1", "pass@k", "success"} & found.keys() and found["points"] == 2.0
+    assert [evaluation.is_solved(group[0]) for group in groups] == [False, True]
+    limits = Limits(0.1, 1)
+    groups[1][0].dropped = "flat"
+    with pytest.raises(DataError, match="had no gradient"):
+        for group in [groups[0], *[groups[1]] * 300]:
+            limits.see("e", group)
 
 
 @pytest.mark.parametrize("adapters", [False, True])

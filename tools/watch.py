@@ -311,8 +311,9 @@ class Watch:
         statistics = show.eval_statistics(line["rows"], first["rows"])
         self.track("add_evaluation", line | statistics)
         steps = line["step"] - first["step"]
-        before = f" ({first['pass@1']:.3f} before)" if steps else ""
-        self.results[env] = f"{env}: {line['success']} {line['pass@1']:.3f}{before}, "
+        before = f" ({first['pass@1']:.3f} before)" if steps and "pass@1" in first else ""
+        success = f"{line['success']} {line['pass@1']:.3f}{before}, " if "pass@1" in line else ""
+        self.results[env] = f"{env}: {success}"
         self.results[env] += f"reward {show.with_interval(line['reward/mean'], statistics['ci95'])}"
         if steps and statistics["gain"] is not None:  # there are two rows or more
             gain = show.with_interval(statistics["gain"], statistics["gain_ci95"])

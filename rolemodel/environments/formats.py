@@ -21,6 +21,8 @@ from vllm.entrypoints.openai.responses.utils import (
     construct_tool_dicts,
 )
 
+from rolemodel.environments.endpoint import part_of
+
 
 class Responses:
     """/v1/responses. Nothing is stored, so a request brings its whole conversation, as Codex's do."""
@@ -34,13 +36,17 @@ class Responses:
     async def to_chat(body: dict, state: dict) -> dict:
         if body.get("previous_response_id"):
             raise ValueError("previous_response_id: nothing is stored here, send the whole conversation")
+        for item in body["input"] if isinstance(body["input"], list) else ():
+            parts = item.get("content")
+            if item.get("role") == "assistant" and isinstance(parts, list):  # vLLM takes the first part alone
+                parts[:] = [parts[0] | {"text": "".join(part_of(part, "text") for part in parts)}]
         request = ResponsesRequest.model_validate(body)
         messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
         chat = {key: value for key, value in body.items() if key not in Responses.KNOWN}
         chat["messages"] = to_jsonable_python(messages, exclude_none=True)
         for message in chat["messages"]:
             if isinstance(message.get("content"), list):  # of input_text, which /v1/chat/completions refuses
-                message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]]
+                message["content"] = [{"type": "text", "text": part_of(part, "text")} for part in message["content"]]
         tools = construct_tool_dicts(request.tools, request.tool_choice)
         chat |= {"tools": tools, "tool_choice": to_jsonable_python(request.tool_choice)}
         chat["reasoning_effort"] = request.reasoning and request.reasoning.effort
