@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from transformers.core_model_loading import revert_weight_conversion
 
 from rolemodel.role import heartbeat, say
-from rolemodel.run_directory import cut_lines, keep, next_batch
+from rolemodel.run_directory import by_step, cut_lines, keep, next_batch
 from rolemodel.serving import adapters
 
 
@@ -51,12 +51,13 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
         return
     os.sync()  # torch 2.13 calls fsync on .metadata before it is flushed: a power cut would leave it empty
     os.rename(tmp, path)
-    for old in sorted(path.parent.glob("step_??????"))[: -cfg.checkpoint.keep]:
+    for old in [*by_step(path.parent).values()][: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
     first = step - (cfg.checkpoint.keep_batches or step)
-    for file in run_dir.glob("batches/*_??????.safetensors"):  # the newest stays: it has what orders remember
-        if int(file.stem[-6:]) < first:
-            file.unlink()
+    for kind in ("step", "logp"):  # the newest stays: it has what orders remember
+        for number, file in by_step(run_dir / "batches", kind).items():
+            if number < first:
+                file.unlink()
 
 
 def keep_model(run_dir: Path, name: str):
@@ -88,8 +89,8 @@ def load_checkpoint(path: Path, policy, optimizer: torch.optim.Optimizer | None 
 def resume(run_dir: Path, policy, optimizer) -> int:
     """Loads the last checkpoint, if there is one, and returns its step. Lines of metrics.jsonl from there on go.
     Collective."""
-    path = max(run_dir.glob("checkpoints/step_??????"), default=None)
-    step = load_checkpoint(path, policy, optimizer) if path else 0
+    found = by_step(run_dir / "checkpoints")
+    step = load_checkpoint(found[max(found)], policy, optimizer) if found else 0
     if dist.get_rank() == 0:
         keep_model(run_dir, policy.model.config.name_or_path)
         cut_lines(run_dir / "metrics.jsonl", step)

@@ -136,10 +136,11 @@ def test_the_same_batches_after_a_kill(run, tmp_path):
 
 
 def test_where_a_run_goes_on(tmp_path):
-    for name in ("batches", "checkpoints/step_000004", "checkpoints/step_000009.tmp"):
+    others = ("checkpoints/step_000009.tmp", "checkpoints/step_backup", "batches/step_backup.safetensors")
+    for name in ("batches", "checkpoints/step_000004", *others):
         (tmp_path / name).mkdir(parents=True)
     assert resume_batches(tmp_path) == (4, {})
-    for step, start in ((1, 4), (4, 5), (5, 6)):
+    for step, start in ((1, 4), (4, 5), (5, 6), (999_999, 1_000_000), (1_000_000, 1_000_001)):
         path = tmp_path / "batches" / f"step_{step:06d}.safetensors"
         orchestrator.save_batch(path, [sequence()], {"order": {"e": step}})
         assert resume_batches(tmp_path) == (start, {"e": step})

@@ -15,7 +15,7 @@ from rolemodel import checkpoints, speed
 from rolemodel.config import load_config, to_toml
 from rolemodel.lookup import check_function
 from rolemodel.role import ConfigError, run_main, say
-from rolemodel.run_directory import is_saved, run_directory, write_config
+from rolemodel.run_directory import by_step, is_saved, run_directory, write_config
 from tools.show import lock
 
 
@@ -27,10 +27,11 @@ def main(argv: list[str]):
     args = parser.parse_args(argv)
     cfg = load_config(args.config, args.overrides)
     check_function("trainer.loss", cfg.trainer.loss, cfg.trainer.script, "LOSSES", cfg.trainer.loss_args, 3)
-    paths = sorted(args.batches.glob("step_*.safetensors"))[: cfg.run.max_steps]
+    paths = [*by_step(args.batches).values()][: cfg.run.max_steps]
     if not paths:
         raise ConfigError(f"{args.batches}: there is no batch of a step below max_steps")
-    cfg.run = cfg.run._replace(max_steps=len(paths))  # where the learning rate's schedule ends
+    cfg.flat["max_steps"] = len(paths)  # where the learning rate's schedule ends
+    cfg.run = cfg.run._replace(max_steps=len(paths))
     run_dir = run_directory(cfg, f"-replay-{cfg.trainer.loss}")
     if paths[0].stem != "step_000000":
         say(f"replay: begins with {paths[0]}, since earlier batches are gone (checkpoint.keep_batches)")

@@ -22,7 +22,7 @@ from rolemodel import checkpoints
 from rolemodel.config import load_config
 from rolemodel.launch import COMMON
 from rolemodel.role import ConfigError, RunError, run_main, say
-from rolemodel.run_directory import cut_lines
+from rolemodel.run_directory import by_step, cut_lines
 from tools.show import Lines, lock
 
 # Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
@@ -41,7 +41,7 @@ def reachable(run: Path) -> dict[int, int]:
 
     mark = run / "parent.json"
     first = json.loads(mark.read_text())["step"] + 1 if mark.exists() else 0
-    starts = {0, *(int(path.name[5:]) for path in run.glob("checkpoints/step_??????"))}
+    starts = {0, *by_step(run / "checkpoints")}
     found = {}
     for version in sorted(start for start in starts if start >= first and (not start or has("step", start - 1))):
         start = found[version] = version
@@ -56,9 +56,10 @@ def copy(parent: Path, start: int, version: int, run_dir: Path):
     yet."""
     for part in ("batches", "checkpoints", "logs"):
         (run_dir / part).mkdir(parents=True)
-    for path in parent.glob("batches/*.safetensors"):
-        if int(path.stem[-6:]) < version:
-            shutil.copy(path, run_dir / "batches")
+    for kind in ("step", "logp"):
+        for number, path in by_step(parent / "batches", kind).items():
+            if number < version:
+                shutil.copy(path, run_dir / "batches")
     for name in ("rows.json", "model.json"):
         shutil.copy(parent / name, run_dir)
     if start:
