@@ -4,11 +4,16 @@ import hashlib
 import json
 import math
 import re
+from functools import partial
+
+
+def without_address(text):
+    return re.sub(" at 0x[0-9a-fA-F]+", "", text)
 
 
 def readable(x):
     """For json.dumps: its whole text, the same in every process, or nan for what is missing to numpy and pandas."""
-    text = re.sub(" at 0x[0-9a-f]+", "", str(x.tolist() if hasattr(x, "tolist") else x))
+    text = without_address(str(x.tolist() if hasattr(x, "tolist") else x))
     return math.nan if text in ("nan", "NaN", "NaT", "None", "<NA>") else text
 
 
@@ -32,7 +37,35 @@ def without_none(x):
     return [without_none(value) for value in x] if isinstance(x, list) else x
 
 
+def content(x, within=()):
+    """What x holds, as JSON: the same for equal things in every process, and other for others. `within`: the ids of
+    what x is a part of, since objects may refer to each other."""
+    if x is None or type(x) in (str, int, float, bool):
+        return x
+    if id(x) in within:
+        return "itself"
+    part = partial(content, within=(*within, id(x)))
+    if isinstance(x, dict):
+        return {key if isinstance(key, str) else json.dumps(part(key)): part(value) for key, value in x.items()}
+    if isinstance(x, list | tuple):
+        return [part(value) for value in x]
+    if isinstance(x, set | frozenset):  # the order of texts in a set is another one in every process
+        return sorted(map(part, x), key=json.dumps)
+    if hasattr(x, "getpalette"):  # an image, of PIL's, whose state also has the name of its file
+        return [x.mode, x.size, x.getpalette(), x.tobytes().hex()]
+    if hasattr(x, "_hf_encoded"):  # a sound or a video of Hugging Face's, whose decoder is not the same twice
+        return part(x._hf_encoded)
+    text = without_address(str(x))
+    if isinstance(x, type):
+        return text
+    for method in ("tolist", "to_dict"):  # of arrays and tables, whose texts leave out the middle
+        if hasattr(x, method):
+            return part(getattr(x, method)())
+    # A text with an address says where an object is, and one without need not say all that it has.
+    has_more = text != str(x) or getattr(x, "__dict__", None)
+    return [text, part(object.__getstate__(x))] if has_more else text
+
+
 def fingerprint(rows):
     """The same for the same examples, in every process."""
-    text = json.dumps(rows, default=readable, skipkeys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(content(rows)).encode()).hexdigest()[:16]

@@ -1,5 +1,6 @@
 """rolemodel/config.py and rolemodel/run_directory.py: what a TOML and overrides mean, and what is refused."""
 
+import io
 import json
 import re
 from contextlib import nullcontext
@@ -7,15 +8,18 @@ from datetime import datetime
 from decimal import Decimal
 
 import numpy as np
+import pandas as pd
 import pytest
 import smollm2
 from conftest import BASE, ROOT
+from PIL import Image
 
 import orchestrator
 import trainer
 from env import SingleTurnEnv
 from rolemodel import config, launch
 from rolemodel.config import load_config, to_toml
+from rolemodel.examples import fingerprint
 from rolemodel.lookup import check_names, find_function
 from rolemodel.role import ConfigError
 from rolemodel.run_directory import cut_lines, keep_examples, write_config
@@ -160,6 +164,19 @@ def test_a_directory_belongs_to_one_run(make_cfg, tmp_path):
             write_config(tmp_path, to_toml(make_cfg(*same, other)))
 
 
+def test_a_schedule_that_max_steps_is_a_part_of_stays(make_cfg, tmp_path):
+    """speculators #900, composer #1384."""
+    (tmp_path / "checkpoints" / "step_000006").mkdir(parents=True)
+    by_ratio, by_steps = "trainer.warmup_ratio=0.1", "trainer.warmup_steps=10"
+    kinds = {"linear": 0, "cosine": 0, "constant": 1, "constant_with_warmup": 1}
+    cases = [(f"trainer.lr_scheduler_type={kind}", stays) for kind, stays in kinds.items()]
+    for own, may_change in [*cases, (by_ratio, 0), (by_steps, 0)]:
+        (tmp_path / "config.toml").write_text(to_toml(make_cfg("max_steps=7", own)))
+        refused = pytest.raises(ConfigError, match="max_steps was 7, now 20, .*trainer.lr_scheduler_type, warm")
+        with nullcontext() if may_change else refused:
+            write_config(tmp_path, to_toml(make_cfg("max_steps=20", own)))
+
+
 def test_a_run_has_the_rows_that_it_began_with(tmp_path):
     """verl #7816, NeMo-RL #2519: other rows in the same file, and a gain between two evaluation sets. Objects count,
     too, but for their addresses."""
@@ -173,6 +190,24 @@ def test_a_run_has_the_rows_that_it_began_with(tmp_path):
         rows = [{"question": "a", "info": {"x": [*objects[:i], new, *objects[i + 1 :]], "y": lambda: 0}}]
         with pytest.raises(ConfigError, match="rows.json: the run has begun with another"):
             keep_examples(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
+
+
+class Case:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_a_fingerprint_is_of_the_content():
+    """lm-evaluation-harness #3331. What is made twice is equal, also images from files of different names."""
+
+    def image(color, path):
+        Image.new("RGB", (2, 2), color).save(path := io.BytesIO(), "PNG")
+        return Image.open(path)
+
+    makers = [lambda x: image(x, 0), Case, lambda x: {Case(x)}, lambda x: {(x, x): 1}, lambda x: np.array([Case(x)])]
+    for make in [*makers, lambda x: pd.DataFrame({"a": [*range(99), x, *range(99)]})]:
+        one, same, other = (fingerprint([{"question": "a", "x": make(x)}]) for x in (1, 1, 2))
+        assert one == same != other
 
 
 def test_logs_are_cut_where_a_run_goes_on(tmp_path):
