@@ -115,6 +115,23 @@ def test_arms_that_are_code(study, tmp_path):
             study("--arm", arm, "--out", f"{tmp_path}/{out}")
 
 
+def test_the_digest_is_of_the_content_of_all_files(tmp_path):
+    """coding-tools-mcp #64, daydream #234: new files, files that are no code, and those beside a TOML elsewhere."""
+    root, place, out = (tmp_path / name for name in ("root", "place", "root/out"))
+    for folder in (root, place, out):
+        folder.mkdir()
+    subprocess.run(["git", "init", "-q", root], check=True)
+    (root / ".gitignore").write_text("ignored")
+    run = compare.Run("a", 0, out / "a-seed0", [f'origin="{place}/it.toml"'], root=root)
+    names = {"root/mine.py": 1, "root/task.txt": 1, "place/mine.py": 1, "root/ignored": 0, "root/out/log": 0}
+    for name, is_read in names.items():
+        before = compare.find_code(run)
+        for text in "ab":
+            (tmp_path / name).write_text(text)
+            assert (compare.find_code(run) != before) == is_read
+            before = compare.find_code(run)
+
+
 def test_an_arm_may_be_a_copy_of_a_role(study, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "trainer")  # the tests have imported the original
     (tmp_path / "mine.py").write_text((ROOT / "trainer.py").read_text())

@@ -15,6 +15,18 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_the_best_is_of_all_environments_and_the_earliest_of_equal_ones(tmp_path):
+    """labs-molt #18, NeMo-RL #3071."""
+    (tmp_path / "config.toml").write_text('env = [{ id = "a" }, { id = "b" }]')
+    rewards = {56: (0, 1), 30: (0, 1), 150: (1, 0), 999_999: (0, 0), 1_000_000: (1,), 500: (0.5, 0.5)}
+    for step, scores in rewards.items():
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+        append(tmp_path / "eval.jsonl", [{"step": step, "env": e, "rows": [x]} for e, x in zip("ab", scores)])
+    (tmp_path / "checkpoints" / "step_backup").mkdir()
+    found = [export.find_checkpoint(tmp_path, which).name for which in ("best", None, "999999")]
+    assert found == ["step_000030", "step_1000000", "step_999999"]
+
+
 @pytest.mark.parametrize("lora", ["false", "true"])
 def test_an_export_is_the_final_of_a_shorter_run(lora, make_cfg, models, tmp_path):
     """Bit for bit; the run keeps every byte. The best evaluation counts on rows that all of them have scored."""

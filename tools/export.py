@@ -8,10 +8,12 @@ It only reads the run, which may be going on; CUDA_VISIBLE_DEVICES= keeps it off
 trainer.dtype, as the base had in training: in 16 bits, its rounding hides the smallest updates."""
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections import defaultdict
+import tomllib
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,23 +23,22 @@ from rolemodel import checkpoints
 from rolemodel.config import load_config
 from rolemodel.lookup import ROOT
 from rolemodel.role import ConfigError, run_main, say
-from tools.show import Lines, restrict
+from rolemodel.run_directory import by_step
+from tools.show import Lines, restrict, whole_rounds
 
 
 def find_checkpoint(run: Path, which: str | None) -> Path:
-    """The checkpoint after `which` steps; "best": the one with the highest mean reward over the environments, on the
-    rows that all evaluations have scored; None: the newest. Raises ConfigError if it is not there."""
-    found = {int(path.name[5:]): path for path in sorted(run.glob("checkpoints/step_??????"))}
-    rewards = defaultdict(list)  # {step: the mean reward of each environment}
-    evals = list(Lines(run / "eval.jsonl").new())
-    restrict(evals)
-    for line in evals:
-        if line["rows"]:
-            rewards[line["step"]].append(line["reward/mean"])
-    if which == "best":
-        steps = sorted(found.keys() & rewards.keys(), key=lambda step: np.mean(rewards[step]))
-    else:
-        steps = [step for step in found if which in (None, str(step))]
+    """The checkpoint after `which` steps; "best": the one with the highest mean reward over all environments, on the
+    rows that all evaluations have scored, and of equal ones the earliest; None: the newest. Raises ConfigError if it is
+    not there."""
+    found = by_step(run / "checkpoints")
+    num_envs = len(tomllib.loads((run / "config.toml").read_text("utf-8"))["env"])
+    rounds = whole_rounds(list(Lines(run / "eval.jsonl").new()), num_envs)
+    restrict(list(chain(*rounds.values())))
+    rewards = {step: np.mean([line["reward/mean"] for line in lines]) for step, lines in rounds.items()}
+    steps = [step for step in found if which in (None, "best") or int(which) == step]
+    if which == "best":  # a mean is nan if no row of an environment was scored by all
+        steps = sorted((s for s in steps if rewards.get(s, math.nan) > -math.inf), key=lambda s: -rewards[s])[:1]
     if not steps:
         raise ConfigError(f"{run}@{which or ''}: there are checkpoints of {[*found]}, and evaluations of {[*rewards]}")
     return found[steps[-1]]

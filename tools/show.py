@@ -50,13 +50,26 @@ def eval_statistics(rows: list[float | None], first: list[float | None] | None =
     return found
 
 
+def whole_rounds(evals: list[dict], num_envs: int) -> dict[int, list[dict]]:
+    """{step: its lines of eval.jsonl} of evaluations that have all environments, in the order of steps. While a run
+    goes on, or where it ended, one may be missing: a mean over the others would be of another task."""
+    by_step = {}
+    for line in evals:
+        by_step.setdefault(line["step"], {})[line["env"]] = line
+    return {step: [*by_step[step].values()] for step in sorted(by_step) if len(by_step[step]) >= num_envs}
+
+
 def restrict(evals: list[dict]):
     """Leaves of these evaluations (lines of eval.jsonl) the rows that all of them have scored, and the mean reward of
-    these: rows that are lost, or do not fit, are rarely like the others."""
+    these: rows that are lost, or do not fit, are rarely like the others. Of successes there are only means: one that
+    lacks rows which another evaluation has scored is taken away."""
     for env in {line["env"] for line in evals}:
         lines = [line for line in evals if line["env"] == env]
         table = [scores for scores in zip(*(line["rows"] for line in lines)) if None not in scores]
+        most = max(len(line["rows"]) - line["rows"].count(None) for line in lines)
         for i, line in enumerate(lines):
+            if len(line["rows"]) - line["rows"].count(None) < most:
+                line.pop("pass@1", None)
             line["rows"] = [scores[i] for scores in table]
             line["reward/mean"] = float(np.mean(line["rows"])) if table else math.nan
 
