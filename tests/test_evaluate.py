@@ -148,6 +148,16 @@ def test_groups_are_of_one_example_of_one_environment_of_one_generation(tmp_path
     assert [trained_text(s) for s in batch.sequences] == ["a<|end|>"] * 3 + [""] + ["a<|end|>"] * 4
 
 
+def test_the_same_prompt_with_other_tools_is_another(tmp_path, toml):
+    """prime-rl #600."""
+    tools = [[{"type": "function", "function": {"name": name, "parameters": {}}}] for name in "xy"]
+    rows = [{"tools": tools[i // 2], "reward": reward} for i, reward in enumerate((0, 1, 4, 5))]
+    append(tmp_path / "data.jsonl", [row | {"prompt": ASK, "completion": say("a")} for row in rows])
+    evaluate.main([toml, "--offline", f"{tmp_path}/data.jsonl"])
+    (batch,) = all_batches(tmp_path / "run-offline")
+    assert [s["adv"][-1] for s in batch.sequences] == [-0.5, 0.5, -0.5, 0.5]
+
+
 def test_the_best_are_imitated(tmp_path, toml):
     """A conversation, of which the answer in the prompt is not the policy's."""
     talk = {"prompt": ASK + say("one") + ASK, "completion": say("two") + ASK + say("six"), "reward": 1.0}
