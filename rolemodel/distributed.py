@@ -47,7 +47,7 @@ def compiled(forward):
 
 @torch.no_grad()
 def dither(parameters, dtype: torch.dtype):
-    """Puts each master weight anywhere in the cell of numbers that round to it in `dtype`.
+    """Puts each master weight anywhere in the cell of numbers that round, in `dtype`, to what it rounds to.
 
     A file's weights lie on the grid of their dtype. From there, updates smaller than half its step would change nothing
     that is computed or sampled: in RL 99% of all elements stay as they are in a step (2605.07330). From a uniform place
@@ -55,8 +55,10 @@ def dither(parameters, dtype: torch.dtype):
     updates' mean, as with stochastic rounding (2010.06192), but the sampler's are the trainer's."""
     for p in parameters:
         master = p.to_local()
-        rounded = master.to(dtype).abs()
-        step = (rounded.nextafter(torch.full_like(rounded, math.inf)) - rounded).float()
-        moved = master + (torch.rand_like(master) - 0.5) * step
-        # Below a power of two the grid is finer, so that the cell is smaller.
-        master.copy_(torch.where(moved.to(dtype) == master.to(dtype), moved, master))
+        rounded = master.to(dtype)
+        # The cell ends halfway to each neighbor. Next to a power of two these are not equally far: below it the grid is
+        # finer. What lies just between two numbers rounds to the even one, which may be the neighbor.
+        neighbors = [rounded.nextafter(torch.full_like(rounded, x)).float() for x in (-math.inf, math.inf)]
+        low, high = ((rounded.float() + neighbor) / 2 for neighbor in neighbors)
+        moved = low + torch.rand_like(master) * (high - low)
+        master.copy_(torch.where(moved.to(dtype) == rounded, moved, rounded.float()))

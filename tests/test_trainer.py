@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trainer
 from rolemodel import checkpoints, losses, speed
 from rolemodel.config import load_config
+from rolemodel.distributed import dither
 from rolemodel.role import ConfigError, DataError, NumericsError, RunError
 from rolemodel.trees import Costs, cut_into_trees
 from tools import start_from
@@ -182,6 +183,18 @@ def test_in_16_bits_masters_begin_anywhere_in_their_cell(make_cfg, models, tmp_p
     place = (master - start) / step
     assert place.abs().max() <= 0.5 and place.std().item() == pytest.approx(12**-0.5, rel=0.02)
     assert (((master + 0.1 * step).bfloat16().float() - start) / step).mean().item() == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("x", [1.0, -2.0, 1.5, 1 + 2**-7, 0.3, 2.0**-126, 0.0])
+def test_a_master_is_uniform_in_its_cell(x):
+    """StochasticRounding.jl #74. Below a power of two the cell is half as wide as above; by Kolmogorov and Smirnov."""
+    master_N = torch.full([100_000], x)
+    rounded = torch.tensor(x).bfloat16()
+    dither([SimpleNamespace(to_local=lambda: master_N)], torch.bfloat16)
+    assert (master_N.bfloat16() == rounded).all()
+    low, high = (rounded.nextafter(torch.tensor(end).bfloat16()).double() for end in (-math.inf, math.inf))
+    place_N = ((master_N.double() - (low + rounded) / 2) / ((high - low) / 2)).sort().values
+    assert (place_N - torch.linspace(0, 1, 100_000)).abs().max() < 2 / 100_000**0.5
 
 
 SEEN = []
