@@ -125,12 +125,12 @@ def windows_of(model: nn.Module) -> dict[str, int]:
     """{kind of layer: tokens that it looks back}; "" if the model knows no kinds. Empty if it can compute no trees."""
     config = model.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or [""])}
-    window = getattr(config, "sliding_window", None) or ALL
+    window = getattr(config, "sliding_window", None)
     takes_masks = model._supports_attention_backend and not model._is_stateful
     takes_masks = takes_masks and model.config._attn_implementation in ("sdpa", "eager", "flex_attention")
     if not takes_masks or kinds - {"", "full_attention", "sliding_attention"}:
         return {}
-    return {kind: ALL if kind == "full_attention" else window for kind in kinds}
+    return {kind: ALL if kind == "full_attention" or window is None else window for kind in kinds}  # 0 sees nothing
 
 
 sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -100,6 +100,38 @@ def step(policy, batch, cfg):
     assert metrics["optim/grad_norm"] > 0 and not metrics["optim/skipped"]
 
 
+NOISE = {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1, "layerdrop": 0.5, "dropout": 0.1}
+
+
+@pytest.mark.parametrize("family", ["Phimoe", "Mixtral", "OPT"])
+@pytest.mark.parametrize("override", ["trainer.gradient_checkpointing=true", "trainer.dtype=bf16"])
+def test_two_passes_in_training_mode_are_equal(family, override, make_cfg, batch, tmp_path):
+    """unsloth-zoo #830, ColossalAI #419. PhiMoE samples its experts, whatever its configuration says."""
+    path = make_model(family, FAMILIES.get(family, GROUPED | LOCAL | PAD) | NOISE, tmp_path / "model")
+    policy = trainer.build_policy(make_cfg(override, model=path))
+    micro = micro_of(batch)
+    first_N, second_N, scored_N = policy(micro)[0], policy(micro)[0], policy.eval()(micro)[0]
+    assert torch.equal(first_N, second_N) and torch.equal(first_N, scored_N)
+
+
+@pytest.mark.parametrize("override", ["trainer.dtype=fp32", "trainer.dtype=bf16"])
+def test_a_head_with_a_stage_of_its_own_is_refused(override, make_cfg, tmp_path):
+    ids = PAD | {"bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    shape = {"intermediate_size": 96, "num_attention_heads": 4} | ids
+    with pytest.raises(ConfigError, match="ModernBertDecoderForCausalLM cannot be trained"):
+        trainer.build_policy(make_cfg(override, model=make_model("ModernBertDecoder", shape, tmp_path / "model")))
+
+
+def test_a_window_of_0_sees_nothing_in_a_tree_either(make_cfg, batch, tmp_path):
+    """unsloth #8253."""
+    path = make_model("Mistral", ATTENTION | {"sliding_window": 0}, tmp_path / "model")
+    policy = trainer.build_policy(make_cfg(model=path))
+    ids = batch.fields["tokens"].split(batch.lens)
+    trees_of_it = [tree for _, tree in cut_into_trees(ids, [*range(10)], 999, policy.tree_costs)]
+    logp_N, alone_N = (policy(m)[0][m["at_N"].argsort()] for m in (micro_of(batch, trees_of_it), micro_of(batch)))
+    torch.testing.assert_close(logp_N, alone_N, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("family", some(FAMILIES, 4))
 def test_every_family(family, make_cfg, batch, tmp_path, monkeypatch):
     """Padded and in training mode it is the model alone, it trains, and goes out as its checkpoint has it."""
