@@ -89,6 +89,13 @@ def test_variables_that_are_for_others(planned, monkeypatch):
     assert {"2", "10.0.0.1:29500"} <= set(trainer.argv) and "GLOO_SOCKET_IFNAME" not in trainer.env
 
 
+def test_a_home_that_cannot_be_written(monkeypatch):
+    """llm-d-kv-cache #83: torch makes its folder while it is imported."""
+    monkeypatch.setenv("HOME", "/dev/null")
+    script = "import os; from rolemodel.launch import COMMON; os.environ |= COMMON; import torch._inductor.config"
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
 def test_what_the_machine_has(tmp_path, monkeypatch):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\necho 'GPU 0: H100 (UUID: GPU-2a)'\necho 'GPU 1: H100 (UUID: GPU-2b)'\n")
