@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 from conftest import ROOT, append, lines
 from test_show import rollout_line
 
+from rolemodel import lookup
 from rolemodel.config import to_toml
 from tools import plot, watch
 
@@ -192,8 +194,33 @@ def test_wandb_gets_everything_once_and_later_if_it_fails(write, capfd, monkeypa
     assert found == {"reward/mean": [*range(1, 13)], "eval/task/gain": [0, 10]}
 
 
+def test_other_trackers_get_the_same(write, monkeypatch):
+    """trackio has wandb's names, but not all of its arguments."""
+    sent = []
+    init = lambda project, name, group, resume, config: sent.append(name)
+    trackio = SimpleNamespace(init=init, log=sent.append, Table=MagicMock(), finish=MagicMock())
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board := MagicMock())
+    run = write(range(3))
+    for name in ("trackio", "tensorboard"):
+        watch.main([str(run), "--once", "--tracker", name])
+        (run / "tracker.json").unlink()
+    add = board.SummaryWriter.return_value.add_scalar
+    assert [x["reward/mean"] for x in sent[1:] if "reward/mean" in x] == [0.5] * 3
+    assert [call.args[2] for call in add.call_args_list if call.args[0] == "reward/mean"] == [1, 2, 3]
+
+
+def test_a_tracker_that_is_not_installed_is_named(write, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    monkeypatch.delitem(sys.modules, "trackio")
+    monkeypatch.setattr(lookup, "find_spec", lambda name: None)
+    watch.main([str(write(range(3))), "--once", "--tracker", "trackio"])
+    assert "pip install trackio" in printed(capfd, "warning: the tracker failed")[0]
+
+
 def test_wandb_writes_numbers_and_tables(write):
     run = write(range(12))
+    run = run.rename(run.with_name("a: b? #c" + 100 * "d"))  # Metta #2490
     command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", "wandb"]
     env = os.environ | {"WANDB_MODE": "offline", "HOME": str(run)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)

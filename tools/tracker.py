@@ -1,17 +1,38 @@
-"""Sends a run to wandb: tools/watch.py calls it if the configuration has a `tracker`."""
+"""Sends a run to wandb, trackio or TensorBoard: tools/watch.py calls it if the configuration has a `tracker`."""
 
 import importlib
 import json
 import os
+import re
 from pathlib import Path
 
+from rolemodel.lookup import check_tracker
 from tools import show
+
+
+class TensorBoard:
+    """TensorBoard with wandb's names, as far as Tracker uses them."""
+
+    def init(self, dir, config, **kwargs):
+        self.writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(dir / "tensorboard"))
+        self.writer.add_text("config", json.dumps(config))
+
+    def log(self, values):
+        for name, x in values.items():
+            add = self.writer.add_text if isinstance(x, str) else self.writer.add_scalar
+            add(name, x, values["version"])
+
+    def Table(self, columns, data):
+        return json.dumps([dict(zip(columns, row)) for row in data])
+
+    def finish(self):
+        self.writer.close()
 
 
 class Tracker:
     """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
-    that a resumed run trains again are not sent again. Account and place are set as wandb wants it: WANDB_PROJECT,
-    WANDB_MODE=offline, ..."""
+    that a resumed run trains again are not sent again. Account and place are set as wandb and trackio want it:
+    WANDB_PROJECT, WANDB_MODE=offline, ... TensorBoard's files are in the run's directory."""
 
     COLUMNS = ["step", "env", "example", "member", "reward", "truncated", "prompt", "completion"]
 
@@ -20,14 +41,21 @@ class Tracker:
         self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}
         if self.file.exists():
             self.sent = json.loads(self.file.read_text())
+        # wandb allows few characters, and not many: with the name of a table 128. The end tells runs apart.
+        self.sent["id"] = re.sub(r"[^A-Za-z0-9_.-]", "-", self.sent["id"])[-100:]
         self.write()  # another attempt must find the id
-        self.wandb = importlib.import_module(name)
-        place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": os.environ.get("ROLEMODEL_GROUP")}
-        self.wandb.init(**place, id=self.sent["id"], name=self.sent["id"], resume="allow", config=cfg.flat, dir=run)
-        self.wandb.define_metric("*", step_metric="version")
+        check_tracker(name)
+        self.wandb = TensorBoard() if name == "tensorboard" else importlib.import_module(name)
+        group = os.environ.get("ROLEMODEL_GROUP", "")[:100] or None
+        place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": group, "name": self.sent["id"]}
+        if name != "trackio":  # it knows runs by their names, and has a place of its own
+            place |= {"id": self.sent["id"], "dir": run}
+        self.wandb.init(**place, resume="allow", config=cfg.flat)
+        if name == "wandb":
+            self.wandb.define_metric("*", step_metric="version")
 
     def log(self, kind: str, version: int, values: dict):
-        """values: {name: a number, or a table of wandb's}."""
+        """values: {name: a number, or a table of the tracker's}."""
         if version > self.sent.get(kind, -1):
             self.wandb.log(values | {"version": version})
             self.sent[kind] = version
@@ -55,7 +83,8 @@ class Tracker:
         """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash it
         gets them again."""
         self.wandb.finish()
-        self.wandb.teardown()  # finish() does not wait for wandb's own process, which writes its file
+        if hasattr(self.wandb, "teardown"):
+            self.wandb.teardown()  # finish() does not wait for wandb's own process, which writes its file
         self.write()
 
     def write(self):

@@ -9,8 +9,8 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     time:       how much is left, and in the end where it went and what bounds the run
     result:     what was learned, and how to serve and evaluate it
 It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
-environment of a mix), and draws curves.png after evaluations. wandb gets metrics, evaluations and a table of rollouts
-from every tenth batch. The numbers of batch n are filed under n + 1, the version that it made."""
+environment of a mix), and draws curves.png after evaluations. The tracker gets metrics, evaluations and a table of
+rollouts from every tenth batch. The numbers of batch n are filed under n + 1, the version that it made."""
 
 import argparse
 import json
@@ -311,7 +311,8 @@ class Watch:
         statistics = show.eval_statistics(line["rows"], first["rows"])
         self.track("add_evaluation", line | statistics)
         steps = line["step"] - first["step"]
-        before = f" ({first['pass@1']:.3f} before)" if steps and "pass@1" in first else ""
+        lost = [[x is None for x in rows] for rows in (line["rows"], first["rows"])]  # of other rows: no comparison
+        before = f" ({first['pass@1']:.3f} before)" if steps and lost[0] == lost[1] and "pass@1" in first else ""
         success = f"{line['success']} {line['pass@1']:.3f}{before}, " if "pass@1" in line else ""
         self.results[env] = f"{env}: {success}"
         self.results[env] += f"reward {show.with_interval(line['reward/mean'], statistics['ci95'])}"
@@ -357,7 +358,7 @@ def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=show.run_with("config.toml"))
     parser.add_argument("--once", action="store_true", help="read what exists, and do not wait for more")
-    parser.add_argument("--tracker", choices=["wandb"], help="default: the configuration's")
+    parser.add_argument("--tracker", choices=["wandb", "trackio", "tensorboard"], help="default: the configuration's")
     args = parser.parse_args(argv)
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGABRT):  # the launcher aborts roles of a run that hangs
