@@ -8,8 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Tflop/s of dense bf16, by a part of the name that torch.cuda.get_device_name gives; the first one that fits.
+# Tflop/s of dense bf16 with sums in fp32, by a part of the name that torch.cuda.get_device_name gives; the first one
+# that fits. Names that go on after "RTX 4090" are other cards': "D", "Laptop GPU".
 PEAKS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
+PEAKS |= {"L40S": 362, "RTX 6000 Ada": 364.2, "RTX A6000": 154.8}
+PEAKS |= {"RTX 5090 ": math.nan, "RTX 5090": 209.5, "RTX 4090 ": math.nan, "RTX 4090": 165.2}
 
 
 def step_flops(policy, batch, num_tokens: int, num_computed: int) -> float:
