@@ -34,10 +34,13 @@ def make_process_group(store, rank, spec):
     return group
 
 
-def compiled(forward):
+def compiled(forward, config):
     """The compiled forward of a block. FSDP2 hands a block views of its inputs in the first pass and none when it is
-    recomputed. Dynamo would compile two graphs, which save different tensors, so here it sees views both times."""
-    run = torch.compile(forward, dynamic=True)
+    recomputed. Dynamo would compile two graphs, which save different tensors, so here it sees views both times.
+
+    dynamic=True would make even the size of a head a symbol, where flex_attention needs a number. With None only what
+    has changed becomes one, after a second compilation."""
+    run = torch.compile(forward, dynamic=None if config._attn_implementation == "flex_attention" else True)
 
     def with_view(hidden_BWD, *args, **kwargs):
         return run(hidden_BWD.view_as(hidden_BWD), *args, **kwargs)
