@@ -22,8 +22,9 @@ from rolemodel.role import ConfigError, DataError
 
 # --- losses -----------------------------------------------------------------------------------------------------------
 
-CLIPPING = ["cispo", "grpo", "losses:dr_grpo", "losses:dppo", "losses:icepop", "losses:truncated"]
-NAMES = [*CLIPPING, "losses:sapo", "losses:gspo", "losses:sequence_masked", "test_algorithms:reads_nan"]
+CLIPPING = ["cispo", "grpo", *(f"losses:{name}" for name in "dr_grpo dppo ipo icepop truncated".split())]
+NAMES = [f"losses:{name}" for name in "sapo gspo sequence_masked reinforce m2po".split()]
+NAMES += [*CLIPPING, "test_algorithms:reads_nan"]
 LOG_R = [-25.0, -1.0, -0.3, -0.1, 0.0, 0.1, 0.3, 1.0, 1.7, 1e4]  # logp - old_logp, on either side of each edge
 OLD = [-30.0, -0.3, -0.5, -1.0, -1.0, -1.0, -1.5, -1.5, -3.0, -1e4]
 
@@ -58,6 +59,8 @@ def by_hand(name, log_r, adv, old):
     moved = math.exp(old + log_r) - math.exp(old)
     if name == "cispo":
         return -min(r, 5) * adv, r > 5
+    if name == "losses:ipo":
+        return (0.0, True) if abs(moved) > 0.3 else (-min(r, 1e4) * adv, False)
     if name == "losses:icepop":
         return (0.0, True) if not 0.5 <= r <= 5 else (-r * adv, False)
     if name == "losses:dppo":
@@ -123,6 +126,25 @@ def test_truncated_weights(high, expected):
     zero = torch.zeros_like(logp)
     step_loss("losses:truncated", micro_of(zero, zero - 3, prox_logp_N=logp.detach()), logp, high=high)
     assert logp.grad.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("limit", [0.04, 0.4])
+def test_m2po_masks_what_has_moved_most(limit):
+    """By the paper's loop, for each sequence. The gradient of a token that is left is that of -r A."""
+    draw = torch.Generator().manual_seed(0)
+    log_r, adv = torch.randn(2, 40, generator=draw, dtype=torch.float64)
+    rows = [0] * 15 + [1] * 24 + [2]
+    logp = (log_r - 3).requires_grad_()
+    _, logs = step_loss("losses:m2po", micro_of(double([-3.0] * 40), adv, rows), logp, m2_limit=limit)
+    expected = set()
+    for row in range(3):
+        moved = [i for i in range(40) if rows[i] == row and adv[i] * log_r[i] > 0]
+        while moved and np.mean([log_r[i] ** 2 for i in moved]) > limit:
+            expected.add(max(moved, key=lambda i: abs(log_r[i])))
+            moved.remove(max(moved, key=lambda i: abs(log_r[i])))
+    assert set(logs["policy/clip_frac"].nonzero().flatten().tolist()) == expected and 0 < len(expected) < 20
+    left = torch.tensor([i not in expected for i in range(40)])
+    torch.testing.assert_close(logp.grad * 40, -log_r.exp() * adv * left)
 
 
 def reads_nan(micro, logp_N, entropy_N):
