@@ -102,19 +102,24 @@ class Network(WeightReceiver):
         return (logits / max(temperature, 1e-5)).log_softmax(-1)  # 0: the likeliest
 
     @torch.no_grad()
-    def sample(self, name, ids, seed, max_tokens, temperature, eos):
+    def sample(self, name, ids, seed, max_tokens, body, eos):
+        """Token ids, and the `logprobs` of a chat completion with them."""
         if FAKE.get("uniform"):
             drawn = random.Random(seed).choices(range(self.model.config.vocab_size), k=max_tokens)
             tokens = drawn[: drawn.index(eos) + 1 if eos in drawn else None]
-            return tokens, [-math.log(self.model.config.vocab_size)] * len(tokens)
+            return tokens, [{"logprob": -math.log(self.model.config.vocab_size)} for _ in tokens]
         draw = torch.Generator().manual_seed(seed)
         tokens = []
-        logps = []
+        content = []
         while len(tokens) < max_tokens and eos not in tokens:
-            log_p_V = self.log_p(name, ids + tokens, temperature)[-1]
+            log_p_V = cut_off(self.log_p(name, ids + tokens, body.get("temperature", 1.0))[-1], body)
             tokens.append(torch.multinomial(log_p_V.exp(), 1, generator=draw).item())
-            logps.append(log_p_V[tokens[-1]].item())
-        return tokens, logps
+            num = body.get("top_logprobs", 0)
+            # As vLLM: the sampled token stands first, then the likeliest, and as many as were asked for.
+            head = dict.fromkeys([tokens[-1], *log_p_V.topk(num).indices.tolist()])
+            found = [{"token": f"token_id:{i}", "logprob": max(log_p_V[i].item(), -9999.0)} for i in head]
+            content.append(found[0] | {"top_logprobs": found[:num]})
+        return tokens, content
 
     @torch.no_grad()
     def score(self, name, ids):
@@ -122,6 +127,17 @@ class Network(WeightReceiver):
         log_p = self.log_p(name, ids, 1.0)
         found = [{str(token): {"logprob": log_p[i, token].item()}} for i, token in enumerate(ids[1:])]
         return [None, *(found[:-1] if FAKE.get("teacher") == "short" else found)]
+
+
+def cut_off(log_p_V, body):
+    """As vLLM does it: min_p, then top_k, where equal ones stay, then top_p. Normalized again."""
+    log_p_V = log_p_V.masked_fill(log_p_V < log_p_V.max() + math.log(body.get("min_p") or 1e-30), -math.inf)
+    if k := body.get("top_k"):
+        log_p_V = log_p_V.masked_fill(log_p_V < log_p_V.topk(k).values[-1], -math.inf)
+    p_V, order = log_p_V.softmax(-1).sort()
+    is_out_V = p_V.cumsum(0) <= 1 - body.get("top_p", 1.0)
+    is_out_V[-1] = False
+    return log_p_V.index_fill(0, order[is_out_V], -math.inf).log_softmax(-1)
 
 
 class Server:
@@ -232,8 +248,9 @@ class Server:
         choices = []
         async with self.lock:
             for ids in body["prompt"]:
-                given = (name, ids, 0, body["max_tokens"], body["temperature"], None)
-                tokens, logps = await asyncio.to_thread(self.network.sample, *given)
+                given = (name, ids, 0, body["max_tokens"], body, None)
+                tokens, content = await asyncio.to_thread(self.network.sample, *given)
+                logps = [token["logprob"] for token in content]
                 choices.append({"token_ids": tokens, "logprobs": {"token_logprobs": logps}})
         return {"choices": choices}
 
@@ -247,16 +264,18 @@ class Server:
             raise Refused(400, "max_tokens must be at least 1, got 0.")  # as vLLM 0.32 says it
         seed = zlib.crc32(f"{ids} {body['seed'] if 'seed' in body else next(self.unseeded)}".encode())
         eos = self.tokenizer.eos_token_id
-        given = (name, ids, seed, min(asked, room), body.get("temperature", 1.0), eos)
+        if body.get("top_logprobs", 0) > self.args.max_logprobs:
+            raise Refused(400, f"Requested sample logprobs of {body['top_logprobs']}, greater than max allowed")
+        given = (name, ids, seed, min(asked, room), body, eos)
         async with self.lock:
-            tokens, logps = await asyncio.to_thread(self.network.sample, *given)
+            tokens, content = await asyncio.to_thread(self.network.sample, *given)
         if fault == "logprobs":
-            logps = logps[:-1]
+            content = content[:-1]
         text = self.tokenizer.decode([token for token in tokens if token != eos])
         is_stop = tokens[-1] == eos or FAKE.get("stop")
         choice = {"index": 0, "finish_reason": "stop" if is_stop else "length", "token_ids": tokens}
         choice["message"] = {"role": "assistant", "content": text}
-        choice["logprobs"] = {"content": [{"logprob": x} for x in logps]}
+        choice["logprobs"] = {"content": content}
         head = {"id": f"chat-{seed}", "object": "chat.completion", "created": int(time.time()), "model": name}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(tokens), "total_tokens": len(ids) + len(tokens)}
         return head | {"choices": [choice], "usage": usage, "prompt_token_ids": ids}
@@ -277,6 +296,7 @@ def main():
         parser.add_argument(name, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--max-logprobs", type=int, default=20)
     args, _ = parser.parse_known_args()
     engine = start_engine()
     torch.set_num_threads(1)

@@ -22,9 +22,11 @@ from think_env import DROPS, KEEPS, Turns, letters, noise, rows
 
 import env
 import orchestrator
+import trainer
 from env import Rubric, SingleTurnEnv
 from orchestrator import ADVANTAGES, Order, Rollout, Sequence, add_advantages, extend_or_fork, to_arrays
 from rolemodel import evaluation
+from rolemodel.config import load_config
 from rolemodel.limits import Limits
 from rolemodel.lookup import find_function
 from rolemodel.mixes import divide_slots
@@ -463,8 +465,9 @@ def sequence(is_masked=False, **change):
 
 
 def test_arrays():
-    s = sequence(fields={"place": [0, 1, 2]})
+    s = sequence(fields={"place": [0, 1, 2], "my_ids": [[0, 1], [2, 3], [-1, -1]]})
     assert s.mask.tolist() == [False, True, True] and s.adv.tolist() == [0, 1, 1] and s.fields["place"].dtype == "f4"
+    assert s.fields["my_ids"].dtype == "i4" and s.fields["my_ids"].shape == (3, 2)
     assert not sequence(is_masked=True).adv.any()
     for change in ({"mask": [True] * 2}, {"fields": {"x": [1.0]}}, {"old_logp": [0.0, math.nan, 0.0]}):
         with pytest.raises(ValueError):
@@ -580,6 +583,39 @@ def test_an_environments_own_advantages_and_fields_reach_the_file(run):
         assert s["place"].tolist() == list(range(len(s["tokens"])))
         rewards = [other["reward"] for other in sequences if other["slot"] == s["slot"]]
         assert np.allclose(s["adv"][~np.isnan(s["old_logp"])], s["reward"] - np.mean(rewards))
+
+
+HEADS = {"top_k=9,top_p=0.6": 9, "top_k=12,min_p=0.8": 12, "top_logprobs=3": 3, "": 0}
+
+
+@pytest.mark.parametrize("given", HEADS)
+def test_heads_of_the_samplers_distribution(given, run, tmp_path):
+    """As the fake server, which draws as vLLM does, gave them; the trainer's log-probabilities are then the server's.
+    The requests of evaluations are without."""
+    words = [f"orchestrator.{'' if x.startswith('top_l') else 'sampling.'}{x}" for x in given.split(",") if x]
+    fake = {"uniform": False, "log": str(tmp_path / "requests")}
+    run_dir = run(1, single(noise, kind=Turns, max_turns=2), *words, "eval.every=1", "eval.num_examples=1", fake=fake)
+    k = HEADS[given]
+    sent = [(x.get("top_logprobs"), x.get("return_tokens_as_token_ids")) for x in lines(tmp_path / "requests")]
+    assert set(sent) == {(k + 1, True), (None, None)} - (set() if k else {(1, True)})
+    ((_, sequences),) = all_batches(run_dir)
+    masses = []
+    for s in sequences:
+        assert s["top_k"] == (k if k > 3 else 0) and ("head_ids" in s) == (k > 0)
+        for i in np.flatnonzero(~np.isnan(s["old_logp"])) if k else ():
+            head = {x: logp for x, logp in zip(s["head_ids"][i], s["old_head_logp"][i]) if x >= 0}
+            assert len(head) <= k and list(head.values()) == sorted(head.values(), reverse=True)
+            assert k == 3 or head[s["tokens"][i]] == s["old_logp"][i]
+            masses.append(sum(map(math.exp, head.values())))
+        if k:
+            is_known = ~np.isnan(s["old_logp"])
+            assert (s["head_ids"][~is_known] == -1).all() and np.isnan(s["old_head_logp"][~is_known]).all()
+    assert not masses or (min(masses) > 1 - 1e-5) == (k > 3) and max(masses) < 1 + 1e-5
+    cfg = load_config(tmp_path / "run.toml", words)
+    policy, batch = trainer.build_policy(cfg), trainer.load_batch(run_dir / "batches" / "step_000000.safetensors")
+    logp_T = trainer.score(policy, batch, [*range(len(batch.lens))], cfg)
+    is_sampled_T = batch.fields["is_sampled"]
+    assert (logp_T - batch.fields["old_logp"])[is_sampled_T].abs().max() < 1e-4
 
 
 def test_evaluations_by_hand():

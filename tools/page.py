@@ -64,7 +64,7 @@ def sequence_parts(s: dict) -> dict:
     """A training sequence with the numbers of its tokens, to six digits; null where there is none."""
     columns = {"id": s["tokens"][:MOST_TOKENS].tolist()}
     for name, x_L in s.items():
-        if torch.is_tensor(x_L) and name != "tokens":
+        if torch.is_tensor(x_L) and x_L.ndim == 1 and name != "tokens":
             numbers = x_L[:MOST_TOKENS].float().tolist()
             columns[name] = [float(f"{x:.6g}") if math.isfinite(x) else None for x in numbers]
     return {"agent": s["agent"], "num": len(s["tokens"]), "columns": columns}

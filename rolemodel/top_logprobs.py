@@ -1,0 +1,65 @@
+"""The head of the sampler's distribution: the ids and log-probabilities of the k likeliest tokens at each sampled one
+(orchestrator.top_logprobs, or sampling.top_k). It costs 8 k bytes a token of a batch file.
+
+A batch has it as two fields with k columns: `head_ids`, -1 where there is none, and `old_head_logp`, in nats, nan where
+there is none. A loss gets them as micro["head_ids_NK"] and micro["old_head_logp_NK"], beside the policy's own
+log-probabilities of the same ids, with a gradient: micro["head_logp_NK"]. Two things need it:
+
+- score centering (losses:centered);
+- sampling that is cut off by top_p, top_k or min_p. vLLM's log-probabilities are then those of a distribution over the
+  tokens that it kept, and so must be the trainer's (within_kept)."""
+
+import math
+
+FLOOR = -9999  # vLLM's number for -inf, a token that was cut off
+
+
+def request(cfg) -> dict:
+    """What asks vLLM for the head. It counts the sampled token among those that it was asked for, in place of the last
+    one. So one more is asked for, and the head is the same whatever was sampled."""
+    if not cfg.head_size:
+        return {}
+    return {"top_logprobs": cfg.head_size + 1, "return_tokens_as_token_ids": True}
+
+
+def read(content: list[dict], body: dict) -> dict[str, list[list]]:
+    """The fields, a row for each sampled token, from the logprobs of a chat completion, whose request was `body`; {} if
+    it asked for no head. Raises ValueError if the server names tokens by their text."""
+    if not body.get("return_tokens_as_token_ids"):
+        return {}
+    fields = {"head_ids": [], "old_head_logp": []}
+    for token in content:
+        found = [(x["logprob"], int(x["token"].removeprefix("token_id:"))) for x in token["top_logprobs"]]
+        found = [pair for pair in sorted(found, reverse=True) if pair[0] > FLOOR]
+        nothing = [(math.nan, -1)] * body["top_logprobs"]
+        logps, ids = zip(*(found + nothing)[: body["top_logprobs"] - 1])
+        fields["head_ids"].append([*ids])
+        fields["old_head_logp"].append([*logps])
+    return fields
+
+
+def within_kept(micro: dict, logp_N, head_logp_NK):
+    """Returns the policy's log-probabilities of the sampled tokens [N] and of their heads [N, K], in nats. Where the
+    sampler's distribution was cut off (top_k_N > 0), they are over the tokens that it kept, which are the head.
+    Elsewhere, and where there is no head, they are over the whole vocabulary; nan where head_ids_NK is -1.
+
+    With equal logits at the border, a sampler keeps more than top_k tokens. The head has then only the part q(H) of its
+    mass, and p(H) / q(H) is taken for the policy's mass of all that was kept, which is exact while policy and sampler
+    are the same. coverage() counts such tokens."""
+    is_none_NK = micro["head_ids_NK"] < 0
+    log_p_N, log_q_N = (
+        x_NK.masked_fill(is_none_NK, -math.inf).logsumexp(-1) for x_NK in (head_logp_NK, micro["old_head_logp_NK"])
+    )
+    is_cut_N = (micro["top_k_N"] > 0) & ~is_none_NK.all(-1)
+    shift_N = (log_p_N - log_q_N).where(is_cut_N, 0)
+    return logp_N - shift_N, (head_logp_NK - shift_N[:, None]).masked_fill(is_none_NK, math.nan)
+
+
+def coverage(micro: dict) -> dict:
+    """What is logged of the heads, {metric: value_N}. policy/head_mass: the sampler's probability of the whole head.
+    policy/head_short: whether the sampler kept tokens that the head lacks, as with equal logits at the border, and at
+    every token of a server without --logprobs-mode processed_logprobs."""
+    if "old_head_logp_NK" not in micro:
+        return {}
+    mass_N = micro["old_head_logp_NK"].exp().nansum(-1)
+    return {"policy/head_mass": mass_N, "policy/head_short": (micro["top_k_N"] > 0) & (mass_N < 1 - 1e-4)}
