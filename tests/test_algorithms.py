@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import trainer
 from env import Rubric, SingleTurnEnv
 from orchestrator import Rollout, Sequence, add_advantages, to_arrays
-from rolemodel import advantages, orders, teacher, turns
+from rolemodel import advantages, losses, orders, teacher, turns
 from rolemodel.role import ConfigError, DataError
 
 # --- losses -----------------------------------------------------------------------------------------------------------
@@ -145,6 +145,51 @@ def test_m2po_masks_what_has_moved_most(limit):
     assert set(logs["policy/clip_frac"].nonzero().flatten().tolist()) == expected and 0 < len(expected) < 20
     left = torch.tensor([i not in expected for i in range(40)])
     torch.testing.assert_close(logp.grad * 40, -log_r.exp() * adv * left)
+
+
+def distributions(size, k):
+    """Random logits of a policy and log-probabilities of a sampler over a vocabulary, and the k likeliest ids."""
+    draw = torch.Generator().manual_seed(1)
+    logits = 2 * torch.randn(size, generator=draw, dtype=torch.float64)
+    log_q = (logits + torch.randn(size, generator=draw, dtype=torch.float64)).log_softmax(-1)
+    return logits.requires_grad_(), log_q, log_q.topk(k).indices
+
+
+@pytest.mark.parametrize("low, high", [(1, 1), (0, 1), (0.9, 1.1)])
+def test_a_centered_loss_has_no_drift(low, high):
+    """By expectation: where all but one of nine tokens are known, the gradient by the logits has mean 0 over what the
+    sampler draws, and without centering it has not."""
+    logits, log_q, head = distributions(9, 8)
+    drifts = []
+    for center in (1, 0):
+        log_p = logits.log_softmax(-1).expand(9, 9)  # a row for each token that may be drawn
+        micro = micro_of(log_q, torch.ones_like(log_q), head_ids_NK=head.expand(9, 8), top_k_N=torch.zeros(9))
+        micro |= {"old_head_logp_NK": log_q[head].expand(9, 8), "head_logp_NK": log_p[:, head]}
+        args = {"ratio_low": low, "ratio_cap": high}
+        loss_N, logs = losses.centered(micro, log_p.diagonal(), log_p.diagonal(), **args)
+        loss_N = loss_N - (1 - center) * logs["policy/centering"]
+        (gradient,) = torch.autograd.grad((log_q.exp() * loss_N).sum(), logits)
+        drifts.append(gradient.abs().max().item())
+    assert drifts[0] < 1e-12 and drifts[1] > 0.01
+
+
+@pytest.mark.parametrize("low, high", [(1, 1), (0, 1), (0.9, 1.1), (0, 5)])
+def test_score_centering_by_hand(low, high):
+    """Tokens with a head of three, with one of two, and without. With cispo's cap it does nothing."""
+    logits, log_q, head = distributions(9, 3)
+    log_p = logits.log_softmax(-1)
+    ids = torch.stack([head, head, -torch.ones_like(head)])
+    ids[1, 2] = -1
+    q_NK, p_NK = (torch.where(ids < 0, math.nan, x[ids.clamp(min=0)]) for x in (log_q, log_p))
+    c_N = losses.score_centering({"head_ids_NK": ids, "old_head_logp_NK": q_NK, "head_logp_NK": p_NK}, low, high)
+    for size, found in zip((3, 2, 0), c_N):
+        p, q = (x[head[:size]].exp().tolist() for x in (log_p, log_q))
+        rho = (1 - sum(q)) / (1 - sum(p))
+        alpha = min(max(1, low * rho), high * rho)
+        c = sum((min(max(x, low * y), high * y) - alpha * x) * math.log(x) for x, y in zip(p, q))
+        assert found.item() == pytest.approx(c, abs=1e-12) and (size == 0 or high == 5) == (found == 0)
+    (gradient,) = torch.autograd.grad(c_N.sum(), logits)
+    assert gradient.isfinite().all()
 
 
 def reads_nan(micro, logp_N, entropy_N):

@@ -10,7 +10,7 @@ from tools import certify
 
 RIGHT = ["cispo", "grpo", "mean", "std", "turns:by_turn"]
 RIGHT += [f"losses:{name}" for name in "dr_grpo gspo dppo icepop sapo truncated sequence_masked distill".split()]
-RIGHT += [f"losses:{name}" for name in "reinforce ipo m2po".split()]
+RIGHT += [f"losses:{name}" for name in "reinforce ipo m2po centered".split()]
 RIGHT += [f"advantages:{name}" for name in "zero permuted leave_one_out maxrl gdpo brief".split()]
 RIGHT += [f"test_certify:{name}" for name in "token_mask with_kl of_torch".split()]
 

@@ -300,6 +300,71 @@ def test_a_step_against_float64(size, shares, chunk, replay, models, tmp_path, m
     torch.testing.assert_close(logp.double(), logp_T.detach(), atol=1e-5, rtol=0)
 
 
+def with_heads(sequences):
+    """Heads of three tokens and of the sampled one, which are all that was kept, a part of what was kept, or none; in
+    every third sequence nothing was cut off. The last one has no head at all."""
+    rng = np.random.default_rng(0)
+    for i, s in enumerate(sequences[:-1]):
+        others = np.stack([rng.choice(100, 3, replace=False) for _ in s.tokens])
+        ids = np.concatenate([s.tokens[:, None], (s.tokens[:, None] + 1 + others) % 101], 1).astype(np.int32)
+        q = rng.dirichlet([1.0] * 4, len(ids)) * (0.9 if i % 3 else 1)
+        ids[~s.mask] = -1
+        ids[::5, 1:] = -1
+        ids[::7] = -1
+        logp = np.where(ids < 0, np.nan, np.log(q))
+        s.fields |= {"head_ids": ids, "old_head_logp": logp.astype(np.float32)}
+        s.old_logp = np.where(np.isnan(logp[:, 0]) | np.isnan(s.old_logp), s.old_logp, logp[:, 0]).astype(np.float32)
+        s.info["top_k"] = 4 * (i % 3 < 2)
+
+
+@pytest.mark.parametrize("size, shares, chunk", [(1, "true", 102 * 3), (8, "true", 1 << 26), (8, "false", 102 * 3)])
+def test_heads_against_float64(size, shares, chunk, replay, models, tmp_path, monkeypatch):
+    """A step with score centering, by the policy's distribution over what the sampler kept; and the same step, but for
+    rounding, from a checkpoint."""
+    monkeypatch.setattr(trainer.Policy, "CHUNK", chunk)
+    more = [f"trainer.micro_batch_size={size}", f"trainer.share_prefixes={shares}", "checkpoint.every=1"]
+    more += ["trainer.optimizer=test_trainer:sgd", "trainer.max_grad_norm=1e9", "checkpoint.keep=9"]
+    more += ["trainer.loss=losses:centered", "trainer.loss_args.ratio_low=0.5", "trainer.learning_rate=1"]
+    saved = save(tmp_path / "saved", 2, with_heads)
+    run_dir = replay(saved, *more)
+    after = final(run_dir)
+    fields = (batch := trainer.load_batch(saved / "step_000000.safetensors")).fields
+    assert fields["head_ids"].dtype == torch.int32 and fields["old_head_logp"].shape == (sum(batch.lens), 4)
+    model = in_float64(models["untied"])
+    rows = fields["tokens"].split(batch.lens)
+    logits = torch.cat([model(ids_L[None].long(), use_cache=False).logits[0].roll(1, 0) for ids_L in rows])
+    log_p_TV = (logits / fields["temperature"][:, None].double()).log_softmax(-1)
+    loss = 0.0
+    logp_T = torch.zeros(sum(batch.lens), dtype=torch.float64)
+    for i in fields["mask"].nonzero().flatten().tolist():
+        ids = [x for x in fields["head_ids"][i].tolist() if x >= 0]
+        q = fields["old_head_logp"][i].double().exp().nansum()
+        log_p = log_p_TV[i] - (log_p_TV[i, ids].logsumexp(-1) - q.log() if ids and fields["top_k"][i] else 0)
+        logp, adv = log_p[int(fields["tokens"][i])], fields["adv"][i]
+        logp_T[i] = logp.detach()
+        if not fields["is_sampled"][i]:
+            loss -= adv * logp
+            continue
+        weight = (logp - fields["old_logp"][i].double()).exp().clamp(0.5, 1).detach()
+        loss -= weight * adv * logp
+        if ids:
+            known = fields["old_head_logp"][i][: len(ids)].double().exp()
+            rho = (1 - q).clamp(min=1e-6) / (1 - log_p[ids].exp().sum()).clamp(min=1e-6)
+            alpha = torch.ones(()).clamp(0.5 * rho, rho)
+            coefficient = log_p[ids].exp().clamp(0.5 * known, known) - alpha * log_p[ids].exp()
+            loss += adv * (coefficient.detach() * log_p[ids]).sum()
+    (loss / fields["mask"].sum()).backward()
+    saved_logp = load_file(run_dir / "batches" / "logp_000000.safetensors")["logp"]
+    torch.testing.assert_close(saved_logp.double(), logp_T, atol=1e-4, rtol=0)
+    (first, second) = lines(run_dir / "metrics.jsonl")
+    norm = math.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
+    assert first["optim/grad_norm"] == pytest.approx(norm, rel=1e-3) and 0 < first["policy/head_short"] < 1
+    assert first["loss"] == pytest.approx(loss.item() / fields["mask"].sum().item(), rel=1e-3)
+    shutil.rmtree(run_dir / "checkpoints" / "step_000002")
+    replay(saved, *more)
+    torch.testing.assert_close(final(run_dir), after, **EXACT)
+
+
 def test_adamw_and_its_rate(make_cfg, tmp_path):
     how = ("trainer.weight_decay=0.1", "trainer.adam_beta2=0.95", "trainer.warmup_steps=3", "max_steps=100")
     cfg = make_cfg(*how)

@@ -36,7 +36,7 @@ RATIOS = np.exp(np.linspace(-3, 3, 241))
 MAX_TOKENS = 16  # of an answer
 # What a batch says of a sequence: a value, and another, at which a mask or a weight would show.
 FIELDS = {"turn": (0, 3), "num_turns": (4, 1), "truncated": (0, 1), "staleness": (0, 20), "temperature": (1, 0.5)}
-FIELDS |= {"reward": (1, 0), "num_tokens": (8, 100), "version": (20, 0), "taught": (0, 1)}
+FIELDS |= {"top_k": (0, 9), "reward": (1, 0), "num_tokens": (8, 100), "version": (20, 0), "taught": (0, 1)}
 FIELDS |= {name: (0, 1) for name in ("example", "slot", "member", "attempt")}
 
 
@@ -78,6 +78,9 @@ def make_batch(sizes: list[int], adv: list[float], **more: list) -> dict:
     batch = {"lens": lens, "tokens": torch.arange(sum(lens)), "mask": torch.cat(masks).bool()}
     batch |= {"old_logp": old_T, "prox_logp": old_T, "ref_logp": old_T}
     batch["entropy"] = torch.linspace(1, 2, len(old_T), dtype=torch.float64)
+    # A head of one other token, on which policy and sampler agree: what is left of score centering is its call.
+    batch |= {"head_ids": torch.zeros(len(old_T), 1, dtype=torch.long)}
+    batch["head_logp"] = batch["old_head_logp"] = torch.full((len(old_T), 1), -3.0, dtype=torch.float64)
     values = {name: [value] * len(lens) for name, (value, _) in FIELDS.items()}
     values |= {"share": [1] * len(lens), "adv": adv} | more
     for name, value_S in values.items():
