@@ -308,9 +308,7 @@ def with_heads(sequences):
         others = np.stack([rng.choice(100, 3, replace=False) for _ in s.tokens])
         ids = np.concatenate([s.tokens[:, None], (s.tokens[:, None] + 1 + others) % 101], 1).astype(np.int32)
         q = rng.dirichlet([1.0] * 4, len(ids)) * (0.9 if i % 3 else 1)
-        ids[~s.mask] = -1
-        ids[::5, 1:] = -1
-        ids[::7] = -1
+        ids[::5, 1:] = ids[::7] = ids[~s.mask] = -1
         logp = np.where(ids < 0, np.nan, np.log(q))
         s.fields |= {"head_ids": ids, "old_head_logp": logp.astype(np.float32)}
         s.old_logp = np.where(np.isnan(logp[:, 0]) | np.isnan(s.old_logp), s.old_logp, logp[:, 0]).astype(np.float32)
@@ -342,20 +340,17 @@ def test_heads_against_float64(size, shares, chunk, replay, models, tmp_path, mo
         log_p = log_p_TV[i] - (log_p_TV[i, ids].logsumexp(-1) - q.log() if ids and fields["top_k"][i] else 0)
         logp, adv = log_p[int(fields["tokens"][i])], fields["adv"][i]
         logp_T[i] = logp.detach()
-        if not fields["is_sampled"][i]:
-            loss -= adv * logp
-            continue
         weight = (logp - fields["old_logp"][i].double()).exp().clamp(0.5, 1).detach()
-        loss -= weight * adv * logp
-        if ids:
+        loss -= (weight if fields["is_sampled"][i] else 1) * adv * logp
+        if ids and fields["is_sampled"][i]:
             known = fields["old_head_logp"][i][: len(ids)].double().exp()
             rho = (1 - q).clamp(min=1e-6) / (1 - log_p[ids].exp().sum()).clamp(min=1e-6)
             alpha = torch.ones(()).clamp(0.5 * rho, rho)
             coefficient = log_p[ids].exp().clamp(0.5 * known, known) - alpha * log_p[ids].exp()
             loss += adv * (coefficient.detach() * log_p[ids]).sum()
     (loss / fields["mask"].sum()).backward()
-    saved_logp = load_file(run_dir / "batches" / "logp_000000.safetensors")["logp"]
-    torch.testing.assert_close(saved_logp.double(), logp_T, atol=1e-4, rtol=0)
+    found_T = load_file(run_dir / "batches" / "logp_000000.safetensors")["logp"].double()
+    torch.testing.assert_close(found_T, logp_T, atol=1e-4, rtol=0)
     (first, second) = lines(run_dir / "metrics.jsonl")
     norm = math.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
     assert first["optim/grad_norm"] == pytest.approx(norm, rel=1e-3) and 0 < first["policy/head_short"] < 1
