@@ -37,7 +37,7 @@ def check_head(policy, dtype: str):
     may have a stage between the base model and the output embedding. Collective."""
     ids_L = torch.arange(1, 9, device=policy.device)
     micro = {"ids_BW": ids_L[None], "tokens_N": ids_L[1:], "index_N": ids_L[1:] - 2}
-    logp_N, _ = policy(micro | {"temperature_N": torch.ones(7, device=policy.device)})
+    logp_N = policy(micro | {"temperature_N": torch.ones(7, device=policy.device)})[0]
     policy.logp_by_model = MethodType(logp_by_model, policy)
     fsdp.register_fsdp_forward_method(policy, "logp_by_model")  # it needs whole weights, as forward does
     difference = (logp_N - policy.logp_by_model(ids_L)[:, 0]).abs().mean().item()

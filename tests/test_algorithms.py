@@ -288,7 +288,7 @@ def picks(order, step=0, num=400):
 def test_difficulty_prefers_rows_that_are_solved_half_of_the_time(make_cfg):
     order = orders.Difficulty("e", ROWS, make_cfg(), {})
     assert set(picks(order, num=8).values()) == {1}  # nothing is known: each once
-    commit(order, dict(enumerate([[1, 0], [0, 0.9], [1, 1], [5, 1], [-1, 0], [0, 1], [1, None], [0, 0]])))
+    commit(order, dict(enumerate([[1, 0], [0, 0.9], [1, 1], [1, 1], [-1, 0], [0, 1], [1, None], [0, 0]])))
     commit(order, {1: [1, 1]})  # moves from 0 to 1/2
     found = picks(order)
     assert min(found[row] for row in (0, 1, 5, 6)) > 4 * max(found[row] for row in (2, 3, 4, 7)) > 0
