@@ -11,13 +11,20 @@ log-probabilities of the same ids, with a gradient: micro["head_logp_NK"]. Two t
 
 import math
 
+import numpy as np
+
 FLOOR = -9999  # vLLM's number for -inf, a token that was cut off
 
 
-def request(cfg) -> dict:
-    """What asks vLLM for the head. It counts the sampled token among those that it was asked for, in place of the last
-    one. So one more is asked for, and the head is the same whatever was sampled."""
-    if not cfg.head_size:
+def dtype_and_nothing(name: str) -> tuple[type, float]:
+    """Of a further field of a batch: its dtype, and what it has where there is no value. Names of ids end in _ids."""
+    return (np.int32, -1) if name.endswith("_ids") else (np.float32, np.nan)
+
+
+def request(cfg, is_trained: bool) -> dict:
+    """What asks vLLM for the head of a turn that is trained on. vLLM counts the sampled token among those that it was
+    asked for, in place of the last one. So one more is asked for, and the head is the same whatever was sampled."""
+    if not (cfg.head_size and is_trained):
         return {}
     return {"top_logprobs": cfg.head_size + 1, "return_tokens_as_token_ids": True}
 

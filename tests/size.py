@@ -84,11 +84,11 @@ def limits(run):
     lines, tokens = total(ROLES)
     code = total(PRODUCT)[0]
     return [
-        ("lines of the roles", lines, 1000),
-        ("tokens of the roles", tokens, 12_000),
+        ("lines of the roles", lines, 1015),
+        ("tokens of the roles", tokens, 12_050),
         ("lines that a run executes", total(run)[0], 2720),
-        ("lines of all but tests", code, 7458),
-        ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.7),
+        ("lines of all but tests", code, 7900),
+        ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.73),
     ]
 
 
