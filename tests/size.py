@@ -86,7 +86,7 @@ def limits(run):
     return [
         ("lines of the roles", lines, 1015),
         ("tokens of the roles", tokens, 12_050),
-        ("lines that a run executes", total(run)[0], 2720),
+        ("lines that a run executes", total(run)[0], 3000),
         ("lines of all but tests", code, 7900),
         ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.73),
     ]
