@@ -46,10 +46,8 @@ KL = 0.1  # nats per token: importance weights are then typically off by half
 
 # --- can anything be learned? -----------------------------------------------------------------------------------------
 
-REMEDY = (
-    "take easier rows or a finer reward if the mean reward is low, harder rows if it is high (orchestrator.order = "
-)
-REMEDY += '"orders:Difficulty" finds both), or larger groups'
+REMEDY = "take easier rows or a finer reward if the mean reward is low, harder rows if it is high, or larger groups"
+REMEDY += ' (orchestrator.order = "orders:Difficulty" prefers rows that are solved half of the time)'
 LONGER = "raise orchestrator.sampling.max_tokens or max_seq_len, or reward brevity"
 
 
