@@ -1,4 +1,4 @@
-r"""Any task with a teacher beside its rewards: rolemodel/teacher.py.
+r"""Any task with a teacher in addition to its rewards: rolemodel/teacher.py.
 
     [env]
     id = "with_teacher"

@@ -23,7 +23,7 @@ from rolemodel.serving import adapters
 
 
 def log_step(run_dir: Path, step: int, metrics: dict, logp_T: torch.Tensor):
-    """Writes every finite number to metrics.jsonl, logp beside the batch for tools, and a line to the console."""
+    """Writes every finite number to metrics.jsonl, logp next to the batch for tools, and a line to the console."""
     save_file({"logp": logp_T.cpu()}, run_dir / "batches" / f"logp_{step:06d}.safetensors")
     line = {"step": step, "time": time.time(), "version": step + 1}
     line |= {key: value for key, value in metrics.items() if math.isfinite(value)}

@@ -19,7 +19,7 @@ def describe(error: BaseException) -> str:
 
 async def blame(refused: HttpRefused, ask, said: list) -> Exception:
     """What to raise for a refused request: Truncated, which is scored, if the server also refuses what the policy said
-    where all that others wrote is a harmless "ok"; otherwise an error, by which the rollout is lost.
+    where all that others wrote is a harmless "ok"; otherwise an error, which loses the rollout.
 
     ask: orchestrator.sample_turn. said: the trained requests so far, each with the policy's message as JSON."""
     print(refused, flush=True)

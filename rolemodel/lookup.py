@@ -1,6 +1,6 @@
 """What a name in a TOML stands for: the module of a task, a function, the script of a role.
 
-A module is looked for beside the TOML first, then among our own files, then among the installed ones. The checks read
+A module is looked for next to the TOML first, then among our own files, then among the installed ones. The checks read
 files without importing them, so that a wrong name ends a run at once: an import of torch would take seconds, and the
 start of a server a minute."""
 
@@ -45,7 +45,7 @@ class RoleFinder:
     def find_spec(name, path=None, target=None):
         if name not in SCRIPTS:
             return None
-        sys.path.append(str(SCRIPTS[name].parent))  # a copy may import what is beside it
+        sys.path.append(str(SCRIPTS[name].parent))  # a copy may import what is next to it
         return spec_from_file_location(name, SCRIPTS[name])
 
 
@@ -53,9 +53,9 @@ sys.meta_path.insert(0, RoleFinder)
 
 
 def find_script(role, name, origin):
-    """The file that `<role>.script` names, beside the TOML or in the repository; for "" the file that runs as this role
-    in this process, or else our own. From now on `import <role>` means this file. Returns the file, and its name
-    for config.toml, from which a later start finds it again."""
+    """The file that `<role>.script` names, next to the TOML or in the repository; for "" the file that runs as this
+    role in this process, or else our own. From now on `import <role>` means this file. Returns the file, and its name
+    for config.toml, with which a later start finds it again."""
     ours = ROOT / f"{role}.py"
     folders = [origin.parent, ROOT]
     module = sys.modules.get(role)
@@ -90,7 +90,7 @@ def installed(name):
 
 
 def find_modules(name, ours):
-    """The files of all modules of this name: beside the TOML, in the folder `ours`, installed. The first one counts."""
+    """The files of all modules of this name: next to the TOML, in the folder `ours`, installed. The first counts."""
     if name in SCRIPTS:
         return [SCRIPTS[name]]
     files = [installed(name)]
@@ -162,7 +162,7 @@ def find_file_of(key, name):
     files = find_modules(module, LIBRARY)
     if not files:
         stems = {file.stem for folder in (LIBRARY, *BESIDE) for file in folder.glob("*.py")}
-        where = "beside the TOML, in rolemodel/ or installed"
+        where = "next to the TOML, in rolemodel/ or installed"
         raise ConfigError(f"key {key!r} = {name!r}: there is no module {module!r} {where}; {nearest(module, stems)}")
     having = [file for file in files if {function, ANYTHING} & names_in(file).keys()]
     if not having:
@@ -212,7 +212,7 @@ def find_task(id):
     if files:
         raise ConfigError(f"key 'env.id' = {id!r}: {files[0]} has no load_environment")
     stems = {file.stem for folder in (TASKS, *BESIDE) for file in folder.glob("*.py")}
-    where = "beside the TOML, in configs/ or installed"
+    where = "next to the TOML, in configs/ or installed"
     raise ConfigError(f"key 'env.id' = {id!r}: there is no module {name!r} {where}; {nearest(name, stems)}")
 
 

@@ -2,7 +2,7 @@
 (orchestrator.top_logprobs, or sampling.top_k). It costs 8 k bytes a token of a batch file.
 
 A batch has it as two fields with k columns: `head_ids`, -1 where there is none, and `old_head_logp`, in nats, nan where
-there is none. A loss gets them as micro["head_ids_NK"] and micro["old_head_logp_NK"], beside the policy's own
+there is none. A loss gets them as micro["head_ids_NK"] and micro["old_head_logp_NK"], along with the policy's own
 log-probabilities of the same ids, with a gradient: micro["head_logp_NK"]. Two things need it:
 
 - score centering (losses:centered);

@@ -303,7 +303,7 @@ def write_run(path, model, steps, env):
 
 
 def orchestrate(cfg, train_s=0.0):
-    """Runs orchestrator.run in this process, beside a stand-in for the trainer that declares version n + 1 live once
+    """Runs orchestrator.run in this process, next to a stand-in for the trainer that declares version n + 1 live once
     batch n exists. Returns the run's directory."""
     run_dir = run_directory(cfg)
     over = threading.Event()

@@ -36,7 +36,7 @@ def test_check_passes_on_two_ranks_and_leaves_the_run_untouched(models, tmp_path
     assert not (tmp_path / "run").exists() and not list((tmp_path / "run-check" / "batches").iterdir())
 
 
-# --- beside a server --------------------------------------------------------------------------------------------------
+# --- with a server ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

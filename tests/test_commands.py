@@ -54,7 +54,7 @@ def after_asking(script, mark="x"):
 
 @pytest.fixture
 def mark():
-    """A word by which processes are found. What a failing test leaves is killed."""
+    """A word with which processes are found. What a failing test leaves is killed."""
     word = f"mark-{uuid.uuid4()}"
     yield word
     for process in having(word):

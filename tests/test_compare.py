@@ -116,7 +116,7 @@ def test_arms_that_are_code(study, tmp_path):
 
 
 def test_the_digest_is_of_the_content_of_all_files(tmp_path):
-    """coding-tools-mcp #64, daydream #234: new files, files that are no code, and those beside a TOML elsewhere."""
+    """coding-tools-mcp #64, daydream #234: new files, files that are no code, and those next to a TOML elsewhere."""
     root, place, out = (tmp_path / name for name in ("root", "place", "root/out"))
     for folder in (root, place, out):
         folder.mkdir()

@@ -112,7 +112,7 @@ def test_a_script_makes_no_other_model_than_its_own(make_cfg, tmp_path):
 
 
 def test_what_is_resolved_is_the_same_configuration(make_cfg, tmp_path, monkeypatch):
-    """The config.toml of a run stands for the file that it was made from: modules beside that one are found."""
+    """The config.toml of a run stands for the file that it was made from: modules next to that one are found."""
     cfg = make_cfg("env.args.keys=[1]", "env.args.n.a=b", 'chat_template=ä "b"')
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(to_toml(cfg))

@@ -126,7 +126,7 @@ def test_generated_data_is_trained_on_for_its_rewards(tmp_path, toml):
     for s in batches[0].sequences:
         adv = 0.75 if trained_text(s) == "abcd<|end|>" else -0.25  # reward - mean of the group
         assert (s["adv"] == np.where(s["mask"], adv, 0)).all()
-        assert np.isnan(s["old_logp"]).all()  # nobody knows it
+        assert np.isnan(s["old_logp"]).all()  # it is unknown
     with pytest.raises(Exception, match="has batches already"):
         evaluate.main([toml, "--offline", data])
 

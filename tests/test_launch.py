@@ -331,7 +331,7 @@ def test_a_run_from_the_middle_of_another(undisturbed, models, tmp_path):
 
 
 def test_a_run_begins_after_a_step_that_was_taken_and_with_as_many_groups(make_cfg, tmp_path):
-    """Batch 1 is there, but nobody has trained on it."""
+    """Batch 1 is there, but it has not been trained on."""
     text = to_toml(make_cfg("run_name=parent"))
     (tmp_path / "parent" / "batches").mkdir(parents=True)
     (tmp_path / "parent" / "config.toml").write_text(text)

@@ -171,7 +171,7 @@ def test_rollouts_are_token_exact(connect, tmp_path):
 
 
 def test_a_short_run(url, models, tmp_path):
-    """By launch.sh, beside the server."""
+    """By launch.sh, with the server running."""
     toml = write_run(tmp_path, models["tools"], 2, '{ kind = "noise" }')
     launch(toml, f'inference.urls=["{url}"]', "eval.every=1", "max_seq_len=256", ROLEMODEL_RUN_ID="real")
     metrics = lines(tmp_path / "run" / "metrics.jsonl")

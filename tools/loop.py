@@ -4,7 +4,7 @@
 
 It samples, scores, trains and syncs, one after the other, in one process, by the functions of the roles themselves. So
 it computes what `bash launch.sh` computes with orchestrator.max_staleness = 0. What it lacks is what makes a run fast
-and safe: rollouts beside training, several ranks, checkpoints, and a launcher that watches all processes. It starts
+and safe: sampling while it trains, several ranks, checkpoints, and a launcher that watches all processes. It starts
 the servers that the configuration asks for, unless inference.urls names some that run."""
 
 import asyncio

@@ -6,7 +6,7 @@ After it the same held-out rows are answered with the same random numbers, and t
 batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
 seeds is seen. An arm is a list of overrides of what makes a step (ARM); the first arm is compared with each other one.
 It cannot be a branch, as in tools/compare.py, since one process holds the policy of all arms: give its loss a name of
-its own beside the old one. One server serves all. States are reached by replaying batches (tools/start_from.py) from
+its own next to the old one. One server serves all. States are reached by replaying batches (tools/start_from.py) from
 checkpoints or the start.
 
 The numbers: reward, of the held-out rows; agreement, the rank correlation, over the next batch's answers, between the

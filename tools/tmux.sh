@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash tools/tmux.sh config.toml [table.key=value ...]
-# Runs launch.sh in a tmux server of its own, beside panes for the logs of trainer, orchestrator
+# Runs launch.sh in a tmux server of its own, next to panes for the logs of trainer, orchestrator
 # and first server. The panes stay after the run, so that they can be read, until you leave by Ctrl-b & or kill-server.
 set -u
 [ $# -ge 1 ] || { sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit 2; }

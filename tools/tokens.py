@@ -25,7 +25,7 @@ def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
     path = run / "batches" / f"step_{step:06d}.safetensors"
     if not path.exists():
         return {}
-    cfg = load_config(run / "config.toml")  # it also finds the modules beside the TOML of the run
+    cfg = load_config(run / "config.toml")  # it also finds the modules next to the TOML of the run
     import trainer  # the file that the run was trained with
 
     batch = trainer.load_batch(path)

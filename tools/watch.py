@@ -1,6 +1,6 @@
 """Follows a run, live or done, and says how it goes: python tools/watch.py outputs/run [--once] [--tracker NAME]
 
-launch.sh starts it beside a run, which does not need it. It reads metrics.jsonl, rollouts.jsonl and
+launch.sh starts it next to a run, which does not need it. It reads metrics.jsonl, rollouts.jsonl and
 eval.jsonl, and prints what is new in a live run, or everything in one that is done:
     check:      whether anything can be learned from the rollouts of the first batch
     === step    a rollout from one in every show_every steps

@@ -65,16 +65,27 @@ def timeline():
             axis.text(time, 3.55, f"version {n}\nlive", ha="center", va="bottom", fontsize=8)
         axis.set_ylim(-0.5, 4.35)
         rows = {0: "trainer", 1: "vLLM: evaluation", 2: "vLLM: odd batches", 3: "vLLM: even batches"}
-        axis.set_yticks([*rows] if staleness else [0, 1, 3], list(rows.values()) if staleness else ["trainer", "vLLM: evaluation", "vLLM: batches"])
+        axis.set_yticks(
+            [*rows] if staleness else [0, 1, 3],
+            list(rows.values()) if staleness else ["trainer", "vLLM: evaluation", "vLLM: batches"],
+        )
         behind = "batch n is sampled by version n - 1 or newer" if staleness else "batch n is sampled by version n"
         axis.set_title(f"max_staleness = {staleness}: {behind}", loc="left")
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     axes[1].set_xlabel("time")
     axes[1].set_xticks([])
-    patches = [plt.Rectangle((0, 0), 1, 1, color="0.6"), plt.Rectangle((0, 0), 1, 1, facecolor="0.8", hatch="////", edgecolor="white")]
+    patches = [
+        plt.Rectangle((0, 0), 1, 1, color="0.6"),
+        plt.Rectangle((0, 0), 1, 1, facecolor="0.8", hatch="////", edgecolor="white"),
+    ]
     patches += [plt.Rectangle((0, 0), 1, 1, fill=False), plt.Rectangle((0, 0), 1, 1, color="0.35")]
-    labels = ["sampling, or training", "groups without a gradient are replaced", "complete, but held by an evaluation", "new weights to vLLM"]
+    labels = [
+        "sampling, or training",
+        "groups without a gradient are replaced",
+        "complete, but held by an evaluation",
+        "new weights to vLLM",
+    ]
     fig.legend(patches, labels, loc="outside lower center", ncols=4, frameon=False)
     fig.savefig(FOLDER / "timeline.png", dpi=130)
 
@@ -138,7 +149,9 @@ def gpus():
             parts = parts or [("vLLM" if k < num else "trainer", COLORS[k >= num], 0.0, 0.9)]
             for text, color, left, wide in parts:
                 axis.add_patch(plt.Rectangle((k + left, row), wide, 0.75, color=color))
-                axis.text(k + left + wide / 2, row + 0.375, text, ha="center", va="center", fontsize=7 if is_shared else 9)
+                axis.text(
+                    k + left + wide / 2, row + 0.375, text, ha="center", va="center", fontsize=7 if is_shared else 9
+                )
     axis.set_xlim(0, 8)
     axis.set_ylim(-0.1, len(names))
     axis.set_yticks([row + 0.375 for row in range(len(names))], [f"{name}.toml" for name in reversed(names)])

@@ -215,7 +215,8 @@ async def run(name: str, command: list[str], env: dict[str, str], folder: str) -
 
 
 def folders_of(program: str) -> list[str]:
-    """The directories that a program needs beside the system's: its own, or its venv. Of a link also the target's."""
+    """The directories that a program needs in addition to the system's: its own, or its venv. If it is a link, those of
+    the target as well."""
     folders = []
     for path in (program, os.path.realpath(program)):
         folder = Path(path).parent

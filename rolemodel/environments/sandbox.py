@@ -31,7 +31,7 @@ from rolemodel.role import ConfigError
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache"]
 DEVICES = ["/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"]
-NEW_ROOT = "/tmp"  # the new root is mounted over this path, in a mount namespace that nobody else sees
+NEW_ROOT = "/tmp"  # the new root is mounted over this path, in a mount namespace that no other process sees
 SAME_USER = "setpriv --pdeathsig=KILL --no-new-privs"  # it dies with its caller
 NOBODY = f"{SAME_USER} --reuid=65534 --regid=65534 --clear-groups"
 NAMESPACES = "unshare --user --map-root-user --mount --net --pid --ipc --fork --kill-child"

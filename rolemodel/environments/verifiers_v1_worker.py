@@ -183,7 +183,7 @@ async def main(questions, answers):
     def read():
         for line in questions:
             loop.call_soon_threadsafe(take, line, answers)
-        os._exit(0)  # whoever asked has gone; the kernel ends what was started here
+        os._exit(0)  # the client has gone; the kernel ends what was started here
 
     await asyncio.to_thread(read)
 
