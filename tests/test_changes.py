@@ -24,9 +24,11 @@ def load_environment():
     return SingleTurnEnv([{"question": str(i)} for i in range(20)], rubric=Rubric([lambda: next(solved)]))
 """
 EXAMPLES = {}  # {title: its blocks [(kind, text), ...]}
+LOOP = "".join((ROOT / "tools/loop.py").read_text().split())  # the README quotes it
 for name in ("README.md", "docs/changes.md", "docs/tasks.md"):
     for section in re.split(r"^## ", (ROOT / name).read_text(), flags=re.MULTILINE)[1:]:
-        if found := re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL):
+        found = re.findall(r"```(diff|python)\n(.*?)```", section, re.DOTALL)
+        if found := [(kind, text) for kind, text in found if "".join(text.split()) not in LOOP]:
             EXAMPLES[section.partition("\n")[0]] = found
 (NOTEBOOK,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
 
@@ -65,8 +67,6 @@ def test_an_example(title, run, model_url, own_modules, monkeypatch, tmp_path):
             done = subprocess.run(["git", "apply", "-v"], input=text, cwd=patched, **how)
             assert "Applied patch" in done.stderr, done.stderr
             continue
-        if not text.startswith("# "):  # the README's tasks
-            text = f'# example.py: env.id = "example"\n{text}'
         name, keys = re.match(r"# (\w+)\.py: (.*)", text).groups()
         (tmp_path / f"{name}.py").write_text(text.replace("http://127.0.0.1:9000", model_url))
         settings |= re.findall(r'([\w.]+) = "?([\w.:]+)', keys)

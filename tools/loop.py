@@ -29,7 +29,7 @@ async def train(cfg, run_dir: Path):
     import orchestrator  # after load_config: these are the copies that the configuration names, if it names any
     import trainer
 
-    # 1. The task, the policy, and a server that has the policy's weights.
+    # The task, the policy, and a server that has the policy's weights.
     (task,) = cfg.env
     env = load_environment(task.id, task.args)
     make_order = find_function(cfg.orchestrator.order, {"": orchestrator.Order})
@@ -64,15 +64,15 @@ async def train(cfg, run_dir: Path):
             await orchestrator.evaluate(step, {task.name: env}, client)
         if step == cfg.run.max_steps:
             break
-        # 2. Sample a batch of groups, with rewards and advantages.
+        # Sample a batch of groups, with rewards and advantages.
         slots = range(step * num_groups, (step + 1) * num_groups)
         groups = sum(await asyncio.gather(*(sample_groups(step, slot) for slot in slots)), [])
         memory = {task.name: order.memory}
         orchestrator.commit_batch(step, groups, order.commit(step, groups), memory, run_dir, cfg)
-        # 3. Train on it: loss, gradient, AdamW.
+        # Train on it: loss, gradient, AdamW.
         batch = trainer.load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
         metrics, table = trainer.train_step(policy, optimizer, batch, step, cfg)
-        # 4. Give the servers the new weights.
+        # Give the servers the new weights.
         metrics = batch.info["metrics"] | metrics | trainer.sync_weights(sender, policy, step + 1, cfg)
         log_step(run_dir, step, metrics | {"time/step_s": time.perf_counter() - began}, table["policy/logp"])
     blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)

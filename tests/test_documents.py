@@ -1,0 +1,54 @@
+"""The documents: every link leads somewhere, and every command of the README and of docs/comparing.md works in a fresh
+clone, without this shell's variables. Runs are cut short."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "tools/README.md", *ROOT.glob("docs/*.md")]
+SHORT = "max_steps=2 eval.num_examples=4 eval.every=1 checkpoint.every=1"  # wins over what a command says before it
+NOT_HERE = ("git clone", "bash tests/", "source ")  # the clone is there, and its tests would run this test
+
+
+def anchors(page):
+    """What GitHub calls the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")]
+    for path, _, anchor in (link.partition("#") for link in links):
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def commands(page):
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"\s+#.*", "", line)
+            if command and not command.startswith(NOT_HERE):
+                is_run = re.match(r"bash launch.sh|python tools/(compare|replay).py", command)
+                yield f"{command} {SHORT}" if is_run else command
+
+
+@pytest.mark.long
+def test_commands(tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    readme = (clone / "README.md").read_text()
+    for name, text in re.findall(r"```python\n# (\w+)\.py: .*?\n(.*?)```", readme, re.DOTALL):
+        (clone / f"configs/{name}.py").write_text(text)
+    env = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
+    env |= {"PATH": f"{clone}/.venv/bin:{os.environ['PATH']}", "HOME": str(tmp_path), "LANG": "C.UTF-8"}
+    found = [*commands(clone / "README.md"), *commands(clone / "docs/comparing.md")]
+    assert len(found) > 10
+    for command in found:
+        done = subprocess.run(command, shell=True, cwd=clone, env=env, capture_output=True, text=True)
+        assert not done.returncode, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
