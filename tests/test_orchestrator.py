@@ -108,9 +108,13 @@ def test_a_mix_is_trained_at_its_ratio(run, mix):
 
     mix(slow=single(sleeps), fast=single(letters))
     run_dir = run(3, MIX, "eval.every=3", PAIRS)
-    for _, sequences in all_batches(run_dir):
+    rollouts = lines(run_dir / "rollouts.jsonl")
+    for n, (info, sequences) in enumerate(all_batches(run_dir)):
         kept = {(s["env"], s["slot"], s["attempt"]) for s in sequences}
         assert Counter(name for name, *_ in kept) == {"slow": 6, "fast": 2}
+        assert info["metrics"]["env/slow/group/kept"] == 6 and info["metrics"]["env/fast/group/kept"] == 2
+        rewards = [r["reward"] for r in rollouts if r["step"] == n and r["env"] == "fast"]
+        assert info["metrics"]["env/fast/reward/mean"] == pytest.approx(np.mean(rewards))
     assert [(e["step"], e["env"]) for e in lines(run_dir / "eval.jsonl")] == [
         (0, "slow"), (0, "fast"), (3, "slow"), (3, "fast")]  # fmt: skip
 

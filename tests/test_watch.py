@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from conftest import ROOT, append, lines
+from conftest import ROOT, append
 from test_show import rollout_line
 
 from rolemodel import lookup
@@ -144,24 +144,13 @@ def test_an_adapter_is_served_as_the_run_served_it(write, capfd):
 # --- what it writes ---------------------------------------------------------------------------------------------------
 
 
-def test_each_environment_of_a_mix_has_its_numbers(write):
-    """The same group number in two environments is two groups."""
-    run = write(range(2))
-    append(run / "rollouts.jsonl", rollout_lines(1, (1.0, 1.0, None), env="other", dropped="flat"))
-    watch.main([str(run), "--once"])
-    first, second = lines(run / "watch.jsonl")
-    assert first == {"step": 0, "time": 1e9, "reward/p10": pytest.approx(0.1), "reward/p90": pytest.approx(0.9)}
-    expected = {"reward/mean": 1.0, "reward/exact": 0.5, "rollout/num": 3, "rollout/turns": 1.0, "group/flat": 1}
-    for key, value in (expected | {"group/kept": 0, "reward/p10": 1.0, "rollout/errors": 0}).items():
-        assert second[f"env/other/{key}"] == value, key
-    assert second["env/task/reward/mean"] == 0.5 and second["env/task/group/kept"] == 1
-
-
-def test_a_resumed_run_is_followed_from_where_it_was(write):
-    """The trainer goes back to its checkpoint, and repeats the last step: its rollouts are not written again, but
-    watch.jsonl belongs to the new one. A line may be written in two parts."""
+def test_a_resumed_run_is_followed_from_where_it_was(write, monkeypatch):
+    """The trainer goes back to its checkpoint, and repeats the last step: its rollouts are not written again. A line
+    may be written in two parts."""
     run = write(range(6))
-    watch.main([str(run), "--once"])
+    reported = []
+    report = lambda self, line, rollouts: reported.append((line["step"], [r["step"] for r in rollouts]))
+    monkeypatch.setattr(watch.Watch, "report_step", report)
     following = watch.Watch(run, "", True)
     metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     for there in (metrics, metrics[:4], [*metrics[:4], metrics[4][:9]], metrics[:5]):
@@ -171,9 +160,7 @@ def test_a_resumed_run_is_followed_from_where_it_was(write):
     for step in (5, 6, 7):  # the rollouts of step 7 are there before it has been trained
         append(run / "metrics.jsonl", [{"step": step, "version": step + 1, "time": 1e9 + 100 * step} | FINE])
         following.look()
-    found = lines(run / "watch.jsonl")
-    assert [line["step"] for line in found] == [0, 1, 2, 3, 4, 5, 5, 6, 7]
-    assert found[6] == found[5] | {"time": 1e9 + 500} and "reward/p10" in found[6]
+    assert reported == [(6, [6, 6]), (7, [7, 7])]
 
 
 # --- wandb ------------------------------------------------------------------------------------------------------------

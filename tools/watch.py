@@ -8,12 +8,10 @@ eval.jsonl, and prints what is new in a live run, or everything in one that is d
     warning:    what someone should change, and how; again only if its cause had disappeared in between
     time:       how much is left, and in the end where it went and what bounds the run
     result:     what was learned, and how to serve and evaluate it
-It writes watch.jsonl, which has what metrics.jsonl lacks (percentiles of the reward, and the numbers of each
-environment of a mix), and draws curves.png after evaluations. The tracker gets metrics, evaluations and a table of
-rollouts from every tenth batch. The numbers of batch n are filed under n + 1, the version that it made."""
+It draws curves.png after evaluations. The tracker gets metrics, evaluations and a table of rollouts from every tenth
+batch. The numbers of batch n are filed under n + 1, the version that it made."""
 
 import argparse
-import json
 import math
 import os
 import shlex
@@ -22,18 +20,16 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rolemodel.config import load_config
-from rolemodel.evaluation import means
 from rolemodel.role import say
-from rolemodel.run_directory import cut_lines
 from rolemodel.serving.flags import as_flags, server_options
 from tools import show
 
@@ -134,36 +130,8 @@ def starved(lines: list[dict]) -> str:
     )
 
 
-# Each gets the last WINDOW lines of metrics.jsonl, with what watch.jsonl has, and returns what is wrong and
-# which setting to change, or "".
+# Each gets the last WINDOW lines of metrics.jsonl, and returns what is wrong and which setting to change, or "".
 WARNINGS = (flat, truncated, lost, mismatch, starved)
-
-# --- numbers that the run does not write ------------------------------------------------------------------------------
-
-
-def percentiles(lines: list[dict]) -> dict[str, float]:
-    rewards = [line["reward"] for line in lines if line["reward"] is not None]
-    return {f"reward/p{q}": float(np.percentile(rewards, q)) for q in (10, 90) if rewards}
-
-
-def numbers_of(lines: list[dict]) -> dict[str, float]:
-    """Of the rollouts of one environment, what metrics.jsonl has of the whole batch."""
-    sizes = [{"turns": r["num_turns"], "truncated": r["truncated"]} for r in lines if r["reward"] is not None]
-    rewards = [{"mean": line["reward"]} for line in lines if line["reward"] is not None]
-    numbers = means([line["metrics"] for line in lines] + rewards, "reward/") | means(sizes, "rollout/")
-    numbers |= {"rollout/num": len(lines), "rollout/errors": sum(bool(line["error"]) for line in lines)}
-    reasons = Counter(group[0]["dropped"] or "kept" for group in grouped(lines, "slot", "attempt"))
-    numbers |= {f"group/{reason}": reasons[reason] for reason in ("kept", "flat", "failed", "long")}
-    return numbers | percentiles(lines)
-
-
-def grouped(lines: list[dict], *keys: str) -> list[list[dict]]:
-    """Those that have the same values, in the order in which these appear."""
-    groups = defaultdict(list)
-    for line in lines:
-        groups[*(line[key] for key in keys)].append(line)
-    return list(groups.values())
-
 
 # --- what it prints ---------------------------------------------------------------------------------------------------
 
@@ -198,8 +166,6 @@ class Watch:
         self.evals = show.Lines(run / "eval.jsonl")
         self.rollouts = show.Lines(run / "rollouts.jsonl")
         self.pending = []  # a line that was read, but is of a later batch
-        cut_lines(run / "watch.jsonl", math.inf)  # the half line of a killed process
-        self.added = {line["step"]: line for line in show.Lines(run / "watch.jsonl").new()}
         # What a live run had done before is not reported again, nor are steps after its checkpoint, which it repeats.
         before = [line["step"] for line in show.Lines(run / "metrics.jsonl").new()] if is_live else []
         self.first = max(before, default=-1) + 1
@@ -251,7 +217,6 @@ class Watch:
         """Takes in what is new."""
         for line in self.metrics.new():
             rollouts = self.rollouts_of(line["step"])
-            line = self.added_to(line, rollouts)
             self.track("add_step", line, rollouts)
             if line["step"] >= self.first and rollouts:  # a replay has none: it moves away from the sampler as it must
                 self.report_step(line, rollouts)
@@ -261,26 +226,12 @@ class Watch:
         if not self.is_drawn and time.monotonic() > self.drawn + PAUSE:
             self.attempt("curves.png", self.draw)
 
-    def added_to(self, line: dict, rollouts: list[dict]) -> dict:
-        """A line of metrics.jsonl with what watch.jsonl has of its step."""
-        step = line["step"]
-        known = self.added.get(step, {})
-        if known.get("time") != line["time"]:  # it is new, or trained again with rollouts that are known
-            added = known | {"step": step, "time": line["time"]}
-            added |= percentiles(rollouts)
-            environments = grouped(rollouts, "env")
-            for mine in environments if len(environments) > 1 else ():
-                added |= {f"env/{mine[0]['env']}/{key}": value for key, value in numbers_of(mine).items()}
-            self.added[step] = added
-            with open(self.run / "watch.jsonl", "a") as file:
-                file.write(json.dumps(added) + "\n")
-        return self.added[step] | line
-
     def report_step(self, line: dict, rollouts: list[dict]):
         step = line["step"]
         if step == 0:
-            for mine in grouped(rollouts, "env"):
-                judge(mine[0]["env"], grouped(mine, "slot", "attempt"))
+            groups = [list(group) for _, group in groupby(rollouts, show.group_key)]
+            for env in dict.fromkeys(group[0]["env"] for group in groups):
+                judge(env, [group for group in groups if group[0]["env"] == env])
         if self.cfg.run.show_every and step % self.cfg.run.show_every == 0:
             say(show.as_text(rollouts[step * 7919 % len(rollouts)], most=600))
         self.seconds.update(show.parts_of(line) | {"step": line["time/step_s"]})
