@@ -15,8 +15,7 @@ from rolemodel import checkpoints, speed
 from rolemodel.config import load_config, to_toml
 from rolemodel.lookup import check_function
 from rolemodel.role import ConfigError, run_main, say
-from rolemodel.run_directory import by_step, is_saved, run_directory, write_config
-from tools.show import lock
+from rolemodel.run_directory import by_step, is_saved, lock, run_directory, write_config
 
 
 def main(argv: list[str]):

@@ -6,7 +6,6 @@
 
 tools/page.py shows them in a browser, with what each token got."""
 
-import fcntl
 import json
 import math
 import os
@@ -98,19 +97,6 @@ def run_with(*files: str) -> Callable[[str], Path]:
         return run
 
     return find
-
-
-def lock(path: Path, message: str):
-    """Locks a file until it, which is returned, is closed, or this process ends. Raises ConfigError with the message if
-    another process has locked it."""
-    from rolemodel.role import ConfigError
-
-    file = open(path, "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ConfigError(message) from None
-    return file
 
 
 class Lines:

@@ -22,8 +22,8 @@ from rolemodel import checkpoints
 from rolemodel.config import load_config
 from rolemodel.launch import COMMON
 from rolemodel.role import ConfigError, RunError, run_main, say
-from rolemodel.run_directory import by_step, cut_lines
-from tools.show import Lines, lock
+from rolemodel.run_directory import by_step, cut_lines, lock
+from tools.show import Lines
 
 # Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
 # times a batch's groups. Gains are over the parent's evaluations as well.
