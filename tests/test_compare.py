@@ -105,7 +105,7 @@ def test_arms_that_are_code(study, tmp_path):
     assert [line["score"] for line in found] == pytest.approx([0.501, 0.601, 0.701, 0.801])
     text = (tmp_path / "out" / "compare.md").read_text()
     assert text.count('trainer.loss = "cispo"') == 3 and 'trainer.loss = "mine"' in text and "Warning" not in text
-    assert "\nmax_steps = 20\n" in text and "torch 2." in text and text.count("-last = 0.5") == 2
+    assert "\nmax_steps = 20\n" in text and text.count("-last = 0.5") == 2
     assert (tmp_path / "out" / "code" / "mine" / ".cache" / "toy").is_dir()
     # What has changed does not join it.
     git("branch", "-qf", "branch", "main")
