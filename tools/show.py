@@ -160,11 +160,9 @@ def group_key(line: dict) -> tuple:
 def chosen(args: Namespace) -> Iterator[dict]:
     """The lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With a bound a rollout must have a
     reward."""
-    wanted = {"step": args.step, "env": args.env, "example": args.row}
-    wanted = {key: value for key, value in wanted.items() if value is not None}
     for line in Lines(args.run / ("eval_rollouts.jsonl" if args.evals else "rollouts.jsonl")).new():
         reward = line["reward"]
-        if any(line[key] != value for key, value in wanted.items()):
+        if args.step is not None and line["step"] != args.step:
             continue
         if args.max_reward is not None and (reward is None or reward > args.max_reward):
             continue
@@ -203,8 +201,6 @@ def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("run", type=run_with("rollouts.jsonl"))
     parser.add_argument("--step", type=int)
-    parser.add_argument("--env")
-    parser.add_argument("--row", type=int)
     parser.add_argument("--max-reward", type=float)
     parser.add_argument("--n", type=int, default=10, help="rollouts, or groups, to show: 10")
     parser.add_argument("--groups", action="store_true")
