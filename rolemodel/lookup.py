@@ -224,11 +224,6 @@ def check_path(key, name):
         raise ConfigError(f"key {key!r} = {name!r}: there is no {path}; {nearest(path.name, others)}")
 
 
-def check_tracker(name):
-    if not {name, f"torch.utils.{name}"} & sys.modules.keys() and not find_spec(name):
-        raise ConfigError(f"key 'tracker' = {name!r}: the package is not installed: pip install {name}")
-
-
 def check_names(cfg):
     """Raises ConfigError unless everything that the configuration names is there, and takes the arguments that the
     configuration has for it."""
@@ -243,8 +238,9 @@ def check_names(cfg):
         _, file = find_task(env.id)
         names = names_in(file)
         check_arguments("env.args", env.args, names.get("load_environment"), names, 0)
-    if cfg.run.tracker:
-        check_tracker(cfg.run.tracker)
+    tracker = cfg.run.tracker
+    if tracker and not find_spec(tracker):
+        raise ConfigError(f"key 'tracker' = {tracker!r}: the package is not installed: pip install {tracker}")
     for key in ("prepare", "chat_template"):
         if cfg.flat[key]:
             check_path(key, cfg.flat[key])

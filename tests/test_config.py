@@ -63,6 +63,7 @@ from rolemodel.run_directory import cut_lines, keep_examples, write_config
     ("env.args.num_evl=3", "'env.args.num_evl': is not an argument; did you mean 'num_eval'"),
     ("model=./nowhere", "'model' = './nowhere': there is no .*nowhere; there is 'LICENSE'"),
     ("prepare=configs/models/toi.py", "'prepare' = .*; did you mean 'toy.py'"),
+    ("tracker=trackio", "'tracker' = 'trackio': .* pip install trackio"),
 ])  # fmt: skip
 def test_what_is_refused(override, named, make_cfg):
     """Before anything is imported or started."""

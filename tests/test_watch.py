@@ -11,7 +11,6 @@ import pytest
 from conftest import ROOT, append
 from test_show import rollout_line
 
-from rolemodel import lookup
 from rolemodel.config import to_toml
 from tools import plot, watch
 
@@ -195,14 +194,6 @@ def test_other_trackers_get_the_same(write, monkeypatch):
     add = board.SummaryWriter.return_value.add_scalar
     assert [x["reward/mean"] for x in sent[1:] if "reward/mean" in x] == [0.5] * 3
     assert [call.args[2] for call in add.call_args_list if call.args[0] == "reward/mean"] == [1, 2, 3]
-
-
-def test_a_tracker_that_is_not_installed_is_named(write, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "trackio", None)
-    monkeypatch.delitem(sys.modules, "trackio")
-    monkeypatch.setattr(lookup, "find_spec", lambda name: None)
-    watch.main([str(write(range(3))), "--once", "--tracker", "trackio"])
-    assert "pip install trackio" in printed(capfd, "warning: the tracker failed")[0]
 
 
 def test_wandb_writes_numbers_and_tables(write):

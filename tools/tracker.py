@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 
-from rolemodel.lookup import check_tracker
 from tools import show
 
 
@@ -44,7 +43,6 @@ class Tracker:
         # wandb allows few characters, and not many: with the name of a table 128. The end tells runs apart.
         self.sent["id"] = re.sub(r"[^A-Za-z0-9_.-]", "-", self.sent["id"])[-100:]
         self.write()  # another attempt must find the id
-        check_tracker(name)
         self.wandb = TensorBoard() if name == "tensorboard" else importlib.import_module(name)
         group = os.environ.get("ROLEMODEL_GROUP", "")[:100] or None
         place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": group, "name": self.sent["id"]}
