@@ -225,8 +225,7 @@ def main(argv: list[str]):
     given += ["inference.urls=[]", *args.overrides]
     cfg = load_config(file, given)
     given.append(f"inference.gpus={cfg.inference.args['tensor_parallel_size']}")
-    for part in ("batches", "checkpoints", "logs"):
-        (out / part).mkdir(parents=True)
+    run_directory(cfg)
     os.environ["ROLEMODEL_RUN_ID"] = out.name
     with servers(load_config(file, given), [], out):
         cfg = load_config(file, given)  # with the server's address
