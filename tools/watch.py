@@ -123,11 +123,8 @@ def waits(seconds: Counter) -> dict[str, float]:
 def starved(lines: list[dict]) -> str:
     seconds = sum((Counter(show.parts_of(line)) for line in lines), Counter())
     share = sum(waits(seconds).values()) / sum(line["time/step_s"] for line in lines)
-    return (
-        f"the trainer waits {share:.0%} of the time, mostly for {BOUNDS[next(iter(waits(seconds)))]}"
-        if share > 0.5
-        else ""
-    )
+    text = f"the trainer waits {share:.0%} of the time, mostly for {BOUNDS[next(iter(waits(seconds)))]}"
+    return text if share > 0.5 else ""
 
 
 # Each gets the last WINDOW lines of metrics.jsonl, and returns what is wrong and which setting to change, or "".
