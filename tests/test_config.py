@@ -26,7 +26,7 @@ from rolemodel.run_directory import cut_lines, keep_examples, write_config
 
 
 @pytest.mark.parametrize("override, named", [
-    ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; the nearest are trainer.learning_rate, "),
+    ("trainer.lerning_rate=1", "'trainer.lerning_rate': unknown; did you mean 'trainer.learning_rate'"),
     ("max_steps=1.5", "'max_steps' = 1.5: must be of type int"),
     ("trainer.beta=-1", "must be at least 0"),
     ("env.ratio=0", "must be above 0"),
@@ -46,7 +46,7 @@ from rolemodel.run_directory import cut_lines, keep_examples, write_config
     ("tracker", "tracker: Expected"),
     ("trainer.max_grad_norm=inf", "'trainer.max_grad_norm' = inf"),
     ("env.args.day=2026-11-28", "'env.args' = .*date"),
-    ("trainer.lr=1", "'trainer.lr': unknown; the nearest are trainer.learning_rate, "),
+    ("trainer.lr=1", "'trainer.lr': unknown; did you mean 'trainer.learning_rate'"),
     ("trainer.dtype=fp16", "'trainer.dtype' = 'fp16': must be one of 'bf16', 'fp32'"),
     ("trainer.use_lora=True", "TOML writes true"),
     ("trainer.lora_target_modules=[q_proj]", "TOML, which writes texts in lists and tables with quotes"),
