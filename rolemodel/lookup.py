@@ -156,21 +156,27 @@ def check_arguments(key, given, node, names, num_own):
 # --- functions and tasks ----------------------------------------------------------------------------------------------
 
 
-def find_file_of(key, name):
-    """The file of the module in "module:function". A module of the user's replaces none of our functions."""
-    module, _, function = name.partition(":")
-    files = find_modules(module, LIBRARY)
+def files_having(what, module, function, ours):
+    """The files of a module, as find_modules has them, that define this function. what: the key and its value."""
+    files = find_modules(module, ours)
     if not files:
-        stems = {file.stem for folder in (LIBRARY, *BESIDE) for file in folder.glob("*.py")}
-        where = "next to the TOML, in rolemodel/ or installed"
-        raise ConfigError(f"key {key!r} = {name!r}: there is no module {module!r} {where}; {nearest(module, stems)}")
+        stems = {file.stem for folder in (ours, *BESIDE) for file in folder.glob("*.py")}
+        where = f"next to the TOML, in {ours.name}/ or installed"
+        raise ConfigError(f"{what}: there is no module {module!r} {where}; {nearest(module, stems)}")
     having = [file for file in files if {function, ANYTHING} & names_in(file).keys()]
     if not having:
         public = {word for word in names_in(files[0]) if not word.startswith("_")}
-        raise ConfigError(f"key {key!r} = {name!r}: {files[0]} has no {function!r}; {nearest(function, public)}")
-    if having[0].parent != LIBRARY and any(file.parent == LIBRARY for file in having):
-        raise ConfigError(f"key {key!r} = {name!r}: {having[0]} and rolemodel/{module}.py have it: rename yours")
-    return having[0]
+        raise ConfigError(f"{what}: {files[0]} has no {function!r}; {nearest(function, public)}")
+    return having
+
+
+def find_file_of(key, name):
+    """The file of the module in "module:function". A module of the user's replaces none of our functions."""
+    module, _, function = name.partition(":")
+    file, *others = files_having(f"key {key!r} = {name!r}", module, function, LIBRARY)
+    if file.parent != LIBRARY and any(other.parent == LIBRARY for other in others):
+        raise ConfigError(f"key {key!r} = {name!r}: {file} and rolemodel/{module}.py have it: rename yours")
+    return file
 
 
 def find_function(name, table=None):
@@ -205,15 +211,7 @@ def check_function(key, name, script=None, table="", args=None, num_own=0):
 def find_task(id):
     """The name and the file of a task's module: "org/my-task" is my_task.py or my_task/, with load_environment."""
     name = id.rsplit("/", 1)[-1].replace("-", "_")
-    files = find_modules(name, TASKS)
-    for file in files:
-        if {"load_environment", ANYTHING} & names_in(file).keys():
-            return name, file
-    if files:
-        raise ConfigError(f"key 'env.id' = {id!r}: {files[0]} has no load_environment")
-    stems = {file.stem for folder in (TASKS, *BESIDE) for file in folder.glob("*.py")}
-    where = "next to the TOML, in configs/ or installed"
-    raise ConfigError(f"key 'env.id' = {id!r}: there is no module {name!r} {where}; {nearest(name, stems)}")
+    return name, files_having(f"key 'env.id' = {id!r}", name, "load_environment", TASKS)[0]
 
 
 def check_path(key, name):

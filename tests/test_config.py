@@ -59,7 +59,7 @@ from rolemodel.run_directory import cut_lines, keep_examples, write_config
     ("orchestrator.order=orders:Dificulty", "orders.py has no 'Dificulty'; did you mean 'Difficulty'"),
     ("env.id=revers_text", "'env.id' = 'revers_text': there is no module .* did you mean 'reverse_text'"),
     ("env.id=foo.bar", "'env.id' = 'foo.bar': there is no module"),
-    ("env.id=json", "'env.id' = 'json': .*json/__init__.py has no load_environment"),
+    ("env.id=json", "'env.id' = 'json': .*json/__init__.py has no 'load_environment'"),
     ("env.args.num_evl=3", "'env.args.num_evl': is not an argument; did you mean 'num_eval'"),
     ("model=./nowhere", "'model' = './nowhere': there is no .*nowhere; there is 'LICENSE'"),
     ("prepare=configs/models/toi.py", "'prepare' = .*; did you mean 'toy.py'"),
