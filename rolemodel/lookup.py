@@ -179,9 +179,8 @@ def find_file_of(key, name):
     return file
 
 
-def find_function(name, table=None):
+def find_function(name, table=()):
     """What a key names: an entry of `table`, or "module:function"."""
-    table = table or {}
     if name in table:
         return table[name]
     if ":" not in name:
