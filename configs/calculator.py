@@ -57,8 +57,7 @@ class EachOperation(Order):
 
 
 def correct(completion: Messages, answer: str) -> float:
-    found = number(PARSER.parse_answer(completion[-1:]))
-    return float(found is not None and found == number(answer))
+    return float(number(PARSER.parse_answer(completion[-1:])) == number(answer))
 
 
 def called(completion: Messages) -> float:
