@@ -209,9 +209,9 @@ async def run(name: str, command: list[str], env: dict[str, str], folder: str) -
         finally:
             await end(await started)  # also if it was cancelled while it began
         if code:
-            errors = "\n".join(tail(err).splitlines()[-10:])
+            errors = "\n".join(sandbox.tail(err, MAX_OUTPUT).splitlines()[-10:])
             raise CommandFailed(f"{name} ended with exit code {code}: {errors}", code)
-        return tail(out)
+        return sandbox.tail(out, MAX_OUTPUT)
 
 
 def folders_of(program: str) -> list[str]:
@@ -264,9 +264,3 @@ async def end(process: asyncio.subprocess.Process):
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-
-
-def tail(file) -> str:
-    """The end of what was written to a file, as text."""
-    start = max(0, os.fstat(file.fileno()).st_size - MAX_OUTPUT)
-    return os.pread(file.fileno(), MAX_OUTPUT, start).decode(errors="replace")

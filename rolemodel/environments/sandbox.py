@@ -267,9 +267,7 @@ def report(out, err, returncode: int, stopped: str) -> str:
     limit = MAX_OUTPUT - 2 * MAX_ERRORS
     size = os.fstat(out.fileno()).st_size
     printed = text(os.pread(out.fileno(), MAX_OUTPUT, 0), limit)
-    start = max(0, os.fstat(err.fileno()).st_size - MAX_ERRORS)
-    tail = text(os.pread(err.fileno(), MAX_ERRORS, start), MAX_ERRORS)
-    errors = "\n".join(tail.splitlines()[-10:])
+    errors = "\n".join(tail(err, MAX_ERRORS).splitlines()[-10:])
     parts = [printed.rstrip("\n")]
     if size > limit:
         parts.append(f"[cut: {size} bytes printed]")
@@ -277,6 +275,13 @@ def report(out, err, returncode: int, stopped: str) -> str:
     if returncode and (stopped or not errors):
         parts.append(stopped or f"[exit code {returncode}]")
     return "\n".join(part for part in parts if part) or "[nothing printed]"
+
+
+def tail(file, limit: int) -> str:
+    """The end of what was written to a file, as text of at most `limit` bytes."""
+    start = max(0, os.fstat(file.fileno()).st_size - limit)
+    data = os.pread(file.fileno(), limit, start).decode(errors="replace").encode()
+    return data[-limit:].decode(errors="ignore")
 
 
 def text(data: bytes, limit: int) -> str:
