@@ -165,10 +165,7 @@ class Sandbox:
             case = {"port": server.getsockname()[1], "path": file.name, "file": f"sandbox_probe_{os.getpid()}"}
             case["hidden"] = hidden
             printed = self.run(f"CASE = {json.dumps(case)}\n{PROBE}", START_TIMEOUT)
-        if printed == "[]":
-            return ""
-        is_list = printed.startswith('["') and printed.endswith('"]')
-        return "; ".join(json.loads(printed)) if is_list else printed
+        return "" if printed == "[]" else printed
 
 
 def find_python() -> tuple[str, str]:
