@@ -26,8 +26,6 @@ def print_commands(roles, run_dir):
         print("export", shlex.join(f"{key}={value}" for key, value in shared.items()))
         if role.name == "orchestrator":  # new servers have no version of this run
             print("rm -f", shlex.join(str(run_dir / name) for name in ("version", "done", "solved")))
-        if role.name.startswith("inference"):
-            print("# On CPUs, rolemodel/serving/server.py adds --enforce-eager --no-enable-chunked-prefill.")
         print("env", shlex.join([*(f"{key}={value}" for key, value in own.items()), *role.argv]), end="\n\n")
         before = role.name
 
