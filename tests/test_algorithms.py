@@ -100,15 +100,6 @@ BEFORE = double([0.5, -0.4, 0.1, 0.9, -0.3, 0.15, -1.8])  # the policy before th
 SINCE = double([0.1, 0.4, -0.3, 0.0, 0.25, -0.4, 0.02])  # policy - policy before
 
 
-def test_a_rollout_that_forked_counts_once():
-    """Two rollouts; the second is two sequences, of one and of two tokens."""
-    logp = SAMPLER[:5].clone().requires_grad_()
-    share = double([1, 1, 0.5, 0.5, 0.5])
-    micro = micro_of(SAMPLER[:5], double([1.0] * 5), [0, 0, 1, 2, 2], share_N=share, num_sequences=2)
-    loss, _ = step_loss("losses:gspo", micro, logp)
-    np.testing.assert_allclose(-logp.grad, double([0.25, 0.25, 0.25, 0.125, 0.125]))
-
-
 @pytest.mark.parametrize("case", TRL, ids=str)
 def test_losses_equal_trls(case):
     name, scale = case
