@@ -160,23 +160,11 @@ def test_a_centered_loss_has_no_drift(low, high):
         assert (gradient.abs().max() > 0.01) == drifts and (gradient.abs().max() > 1e-12) == drifts
 
 
-@pytest.mark.parametrize("low, high", [(1, 1), (0, 1), (0.9, 1.1), (0, 5)])
-def test_score_centering_by_hand(low, high):
-    """Tokens with a head of three, with one of two, and without. With cispo's cap it does nothing."""
+def test_with_cispos_cap_centering_does_nothing():
     logits, log_q, head = distributions(9, 3)
-    log_p = logits.log_softmax(-1)
-    ids = torch.stack([head, head, -torch.ones_like(head)])
-    ids[1, 2] = -1
-    q_NK, p_NK = (torch.where(ids < 0, math.nan, x[ids.clamp(min=0)]) for x in (log_q, log_p))
-    c_N = losses.score_centering({"head_ids_NK": ids, "old_head_logp_NK": q_NK, "head_logp_NK": p_NK}, low, high)
-    for size, found in zip((3, 2, 0), c_N):
-        p, q = (x[head[:size]].exp().tolist() for x in (log_p, log_q))
-        rho = (1 - sum(q)) / (1 - sum(p))
-        alpha = min(max(1, low * rho), high * rho)
-        c = sum((min(max(x, low * y), high * y) - alpha * x) * math.log(x) for x, y in zip(p, q))
-        assert found.item() == pytest.approx(c, abs=1e-12) and (size == 0 or high == 5) == (found == 0)
-    (gradient,) = torch.autograd.grad(c_N.sum(), logits)
-    assert gradient.isfinite().all()
+    micro = {"head_ids_NK": head[None], "old_head_logp_NK": log_q[None, head]}
+    micro["head_logp_NK"] = logits.log_softmax(-1)[None, head]
+    assert not losses.score_centering(micro, 0, 5).any()
 
 
 def reads_nan(micro, logp_N, entropy_N):
