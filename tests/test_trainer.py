@@ -317,15 +317,13 @@ def with_heads(sequences):
 
 @pytest.mark.parametrize("size, shares, chunk", [(1, "true", 102 * 3), (8, "true", 1 << 26), (8, "false", 102 * 3)])
 def test_heads_against_float64(size, shares, chunk, replay, models, tmp_path, monkeypatch):
-    """A step with score centering, by the policy's distribution over what the sampler kept; and the same step, but for
-    rounding, from a checkpoint."""
+    """A step with score centering, by the policy's distribution over what the sampler kept."""
     monkeypatch.setattr(trainer.Policy, "CHUNK", chunk)
-    more = [f"trainer.micro_batch_size={size}", f"trainer.share_prefixes={shares}", "checkpoint.every=1"]
-    more += ["trainer.optimizer=test_trainer:sgd", "trainer.max_grad_norm=1e9", "checkpoint.keep=9"]
+    more = [f"trainer.micro_batch_size={size}", f"trainer.share_prefixes={shares}"]
+    more += ["trainer.optimizer=test_trainer:sgd", "trainer.max_grad_norm=1e9"]
     more += ["trainer.loss=losses:centered", "trainer.loss_args.ratio_low=0.5", "trainer.learning_rate=1"]
-    saved = save(tmp_path / "saved", 2, with_heads)
+    saved = save(tmp_path / "saved", change=with_heads)
     run_dir = replay(saved, *more)
-    after = final(run_dir)
     fields = (batch := trainer.load_batch(saved / "step_000000.safetensors")).fields
     assert fields["head_ids"].dtype == torch.int32 and fields["old_head_logp"].shape == (sum(batch.lens), 4)
     model = in_float64(models["untied"])
@@ -351,13 +349,10 @@ def test_heads_against_float64(size, shares, chunk, replay, models, tmp_path, mo
     (loss / fields["mask"].sum()).backward()
     found_T = load_file(run_dir / "batches" / "logp_000000.safetensors")["logp"].double()
     torch.testing.assert_close(found_T, logp_T, atol=1e-4, rtol=0)
-    (first, second) = lines(run_dir / "metrics.jsonl")
+    (line,) = lines(run_dir / "metrics.jsonl")
     norm = math.sqrt(sum(p.grad.square().sum() for p in model.parameters()))
-    assert first["optim/grad_norm"] == pytest.approx(norm, rel=1e-3) and 0 < first["policy/head_short"] < 1
-    assert first["loss"] == pytest.approx(loss.item() / fields["mask"].sum().item(), rel=1e-3)
-    shutil.rmtree(run_dir / "checkpoints" / "step_000002")
-    replay(saved, *more)
-    torch.testing.assert_close(final(run_dir), after, **EXACT)
+    assert line["optim/grad_norm"] == pytest.approx(norm, rel=1e-3) and 0 < line["policy/head_short"] < 1
+    assert line["loss"] == pytest.approx(loss.item() / fields["mask"].sum().item(), rel=1e-3)
 
 
 def test_adamw_and_its_rate(make_cfg, tmp_path):
