@@ -1,4 +1,5 @@
-"""Find a number: after each guess the model reads whether it is higher or lower."""
+"""Find a number: after each guess the model reads whether it is higher or lower. Odd numbers are for training, even ones
+for evaluations."""
 
 import re
 
@@ -33,4 +34,4 @@ def load_environment(most=30, max_turns=6):
     game = [question, "15", "Lower.", "7", "Higher.", "11", "Higher.", "13", question]  # an example
     prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(game)]
     rows = [{"prompt": prompt, "answer": number} for number in range(1, most + 1)]
-    return HigherLower(rows, max_turns, eval_dataset=rows, rubric=Rubric([found, quick], [0.8, 0.2]))
+    return HigherLower(rows[::2], max_turns, eval_dataset=rows[1::2], rubric=Rubric([found, quick], [0.8, 0.2]))

@@ -238,6 +238,7 @@ def test_the_scores_of_a_run():
 
 
 def test_statistics_by_hand():
+    assert [compare.p_value([x] * 5) for x in (1.0, 0.0)] == [0.0625, 1.0]  # equal in all seeds
     assert compare.p_value([1.0, 2.0, 3.0]) == pytest.approx(0.0742, abs=1e-4)  # t = 2 / 0.577, 2 degrees of freedom
     assert compare.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 

@@ -3,8 +3,9 @@
 import random
 
 import reverse_text
-from env import Rubric, SingleTurnEnv
 from reverse_text import exact
+
+from env import Rubric, SingleTurnEnv
 
 
 def load_environment(share: float = 0.0) -> SingleTurnEnv:
