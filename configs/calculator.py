@@ -4,12 +4,13 @@ and says <answer>904</answer>. Evaluations have wordings (calculator.txt), names
 import random
 import re
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from env import Messages, MultiTurnEnv, Rubric
-from orchestrator import Order
 from rolemodel.environments.parsers import XMLParser, number
 from rolemodel.environments.tools import ToolEnv
+from rolemodel.orders import Difficulty
 from rolemodel.role import ConfigError
 
 PARSER = XMLParser(["calc", "answer"])
@@ -47,13 +48,15 @@ class Calculator(MultiTurnEnv):
         return [{"role": "user", "content": "error" if result is None else str(result + self.error)}]
 
 
-class EachOperation(Order):
-    """Sums, differences and products in turn, so that every batch begins with as many of each: after a batch of mostly
-    sums the model adds whatever it is asked. In place of a dropped group comes any example."""
+class EachOperation(Difficulty):
+    """Prefers wordings that are solved half of the time. Every batch begins with as many sums as differences and
+    products: after a batch of mostly sums the model adds whatever it is asked."""
 
     def pick(self, step: int, slot: int, attempt: int) -> int:
-        example = super().pick(step, slot, attempt)
-        return example if attempt else example // 3 * 3 + slot % 3
+        for num in count():
+            example = super().pick(step, slot, attempt + 1_000_000 * num)
+            if attempt or example % 3 == slot % 3:
+                return example
 
 
 def correct(completion: Messages, answer: str) -> float:
@@ -79,7 +82,7 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
     rows = []
     for i in range(num):
         operation = "+-*"[i % 3]
-        _, _, question = draw.choice([wording for wording in wordings if wording[:2] == [split, operation]])
+        _, _, wording = draw.choice([words for words in wordings if words[:2] == [split, operation]])
         a, b = draw.randint(100, 999), draw.randint(100, 999)
         if operation == "-":
             a, b = max(a, b), min(a, b)
@@ -89,9 +92,9 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
         if tool_call:
             result = {"role": "tool" if tool_call == CALL else "user", "content": answer}
             solution = [{"role": "assistant", "content": tool_call.format(call)}, result, *solution]
-        question = question.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
+        question = wording.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
         prompt = [*head, {"role": "user", "content": question}]
-        rows.append({"prompt": prompt, "answer": answer, "solution": solution})
+        rows.append({"prompt": prompt, "answer": answer, "solution": solution, "task": wording})
     return rows
 
 

@@ -1,5 +1,5 @@
-"""Find a number: after each guess the model reads whether it is higher or lower. Odd numbers are for training, even ones
-for evaluations."""
+"""Find a number: after each guess the model reads whether it is higher or lower. Odd numbers are for training,
+even ones for evaluations."""
 
 import re
 
