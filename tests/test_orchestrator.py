@@ -445,7 +445,7 @@ def test_what_an_answer_says(make_cfg):
     assert r.truncated
     assert play(cfg, once, reply(finish="abort"))[0].error.startswith("ConnectionError")
     for wrong in (None, -9999.0, 0.7):
-        assert "not one" in play(cfg, once, reply(logprobs={"content": [{"logprob": wrong}] * 2}))[0].error
+        assert "a log-probability" in play(cfg, once, reply(logprobs={"content": [{"logprob": wrong}] * 2}))[0].error
     r, _ = play(cfg, asks({}, {"trainable": False}), reply(), reply(finish="length"))  # not the policy's
     assert not r.truncated and r.num_tokens == 2
 
