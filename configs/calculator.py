@@ -1,5 +1,5 @@
 """Use a calculator: the model writes <calc>415 + 489</calc>, or calls a function, reads the result as the next message,
-and says <answer>904</answer>. Evaluations have wordings (calculator.txt), names and things of their own."""
+and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt), names and things than training."""
 
 import random
 import re
@@ -29,7 +29,7 @@ NAMES_AND_THINGS = {
 
 
 def value(call: str | None) -> int | None:
-    """What the calculator says; None if it does not understand the call."""
+    """Returns what the calculator says, or None if it does not understand the call."""
     found = re.fullmatch(r"(\d{1,6}) *([-+*]) *(\d{1,6})", call or "")
     if not found:
         return None
@@ -38,7 +38,7 @@ def value(call: str | None) -> int | None:
 
 
 class Calculator(MultiTurnEnv):
-    error = 0  # what its results are off by
+    error = 0  # how far its results are off
 
     def is_completed(self, messages: Messages, state: dict) -> bool:
         return PARSER.parse(messages[-1]["content"]).calc is None
@@ -49,8 +49,8 @@ class Calculator(MultiTurnEnv):
 
 
 class EachOperation(Difficulty):
-    """Prefers wordings that are solved half of the time. Every batch begins with as many sums as differences and
-    products: after a batch of mostly sums the model adds whatever it is asked."""
+    """Prefers wordings that are solved half of the time. Sums, differences and products take turns, so that every batch
+    begins with the same number of each: after a batch of mostly sums, the model would add whatever it is asked."""
 
     def pick(self, step: int, slot: int, attempt: int) -> int:
         for num in count():
@@ -64,18 +64,18 @@ def correct(completion: Messages, answer: str) -> float:
 
 
 def called(completion: Messages) -> float:
-    """Whether the calculator understood the first message."""
+    """Returns 1 if the calculator understood the first message, and 0 otherwise."""
     return float(len(completion) > 1 and completion[1]["content"].lstrip("-").isdigit())
 
 
 def repeated(completion: Messages) -> float:
-    """Whether the answer is what the calculator said, be it right or wrong."""
+    """Returns 1 if the answer is what the calculator said, be it right or wrong, and 0 otherwise."""
     return float(len(completion) > 2 and PARSER.parse_answer(completion[-1:]) == completion[-2]["content"])
 
 
 def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list[dict]:
-    """Rows whose prompt is head and a question, with `solution`: the messages that would solve it. tool_call: how the
-    tool is called, with {} for the calculation; "": not at all."""
+    """Makes examples whose prompt is `head` and a question, with a `solution`: the messages that would solve it.
+    tool_call: how the tool is called, with {} for the calculation; "": there is no tool."""
     names, things = map(str.split, NAMES_AND_THINGS[split])
     wordings = [line.split(maxsplit=2) for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
     draw = random.Random(f"{split} {num}")
@@ -99,8 +99,9 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
 
 
 def load_environment(split="test", shots=3, tool="tags", error=0) -> MultiTurnEnv:
-    """split: of the evaluation, dev or test. shots: examples in each prompt. tool: tags, or function, whose calls vLLM
-    parses and only the examples show, or False. error: what results are off by."""
+    """split: the split for evaluations, dev or test. shots: number of worked examples in each prompt. tool: "tags";
+    "function", where vLLM parses the calls, and only the worked examples show the model how to write them; or False.
+    error: how far the calculator's results are off."""
 
     def calculate(expression: str) -> int:
         """Calculate.

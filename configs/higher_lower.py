@@ -1,5 +1,5 @@
-"""Find a number: after each guess the model reads whether it is higher or lower. Odd numbers are for training,
-even ones for evaluations."""
+"""Find a number: after each guess, the model is told whether the number is higher or lower. It trains on odd numbers,
+and is evaluated on even ones."""
 
 import re
 
@@ -8,7 +8,7 @@ from rolemodel.environments.parsers import without_thoughts
 
 
 def guess(messages):
-    """The first number in the last message; 0 if there is none."""
+    """Returns the first number in the last message, or 0 if there is none."""
     numbers = re.findall("-?[0-9]+", without_thoughts(messages[-1]["content"]))
     return int((numbers or ["0"])[0][:9])  # Python refuses to read thousands of digits
 
@@ -31,7 +31,7 @@ def quick(completion, answer, turn):
 
 def load_environment(most=30, max_turns=6):
     question = f"Guess my number from 1 to {most}. Answer with one number."
-    game = [question, "15", "Lower.", "7", "Higher.", "11", "Higher.", "13", question]  # an example
+    game = [question, "15", "Lower.", "7", "Higher.", "11", "Higher.", "13", question]  # a sample game
     prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(game)]
     rows = [{"prompt": prompt, "answer": number} for number in range(1, most + 1)]
     return HigherLower(rows[::2], max_turns, eval_dataset=rows[1::2], rubric=Rubric([found, quick], [0.8, 0.2]))

@@ -1,4 +1,4 @@
-"""Write a lune: a poem of eleven words, three in its first line, five in the second and three in the last (Jack
+"""Write a lune: a poem of eleven words, three in the first line, five in the second and three in the last (Jack
 Collom's answer to the haiku). The model is tested on topics that it was not trained on."""
 
 import random
@@ -28,14 +28,14 @@ def poem(completion: Messages) -> str:
 
 
 def lines_of(completion: Messages) -> list[list[str]]:
-    """The words of each line that has any, in lower case."""
+    """Returns the words of each line that has any, in lower case."""
     lines = [re.findall(r"[\w'’-]*\w", line.lower()) for line in poem(completion).split("\n")]
     return [words for words in lines if words]
 
 
 def form(completion: Messages) -> float:
-    """How near the lines' numbers of words are to three, five and three: their mean squared ratio, times the share of
-    different words; 0 if it does not end like a sentence."""
+    """Returns how close the numbers of words in the lines are to three, five and three: their mean squared ratio, times
+    the share of different words. A poem that does not end like a sentence gets 0."""
     lines = lines_of(completion)
     if not poem(completion).endswith((".", "!", "?")):
         return 0.0
@@ -45,12 +45,12 @@ def form(completion: Messages) -> float:
 
 
 def topic(completion: Messages, answer: str) -> float:
-    """Whether a word begins with it, without its plural's s."""
+    """Returns 1 if a word begins with the topic (without the s of a plural), and 0 otherwise."""
     return float(any(word.startswith(answer.removesuffix("s")) for word in sum(lines_of(completion), [])))
 
 
 def lune(completion: Messages, answer: str) -> float:
-    """Whether it is one: eleven different words in the right lines, one of them the topic."""
+    """Returns 1 if it is a lune: eleven different words in the right lines, one of them the topic; 0 otherwise."""
     return float(form(completion) == 1 and topic(completion, answer))
 
 

@@ -1,5 +1,5 @@
-"""reverse_text without rewards in the gradient: a teacher that has read the answer before the word scores each letter
-(rolemodel/teacher.py). The rewards only measure."""
+"""reverse_text without rewards in the gradient: a teacher, which reads the answer before the word, scores each letter
+(rolemodel/teacher.py). The rewards are only measured."""
 
 import reverse_text
 
@@ -10,7 +10,7 @@ WARM_UP_STEPS = 240
 
 
 def hint(state: dict) -> Messages:
-    """What the teacher reads."""
+    """Returns the messages that the teacher reads in place of the prompt."""
     return with_answer(state["prompt"][-1]["content"], state["answer"])
 
 
@@ -19,8 +19,8 @@ def with_answer(word: str, answer: str) -> Messages:
 
 
 def demonstrations(num: int) -> list[Messages]:
-    """One in 128 reverses a word. In the others an answer is given and is to be copied: it is another word's, so they
-    show nothing about reversing."""
+    """Returns conversations for the toy model's warm-up. One in 128 reverses a word. In the others, an answer is given
+    and has to be copied. It is the answer to another word, so these show nothing about reversing."""
     rows = reverse_text.rows("warmup", num)
     talks = []
     for i, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Reverse a word, letter by letter. The words are made up from syllables, and are always the same ones."""
+"""Reverse a word, letter by letter. The words are made up from syllables, and are the same in every run."""
 
 import difflib
 import random
@@ -12,17 +12,18 @@ SPLITS = {"eval": range(1), "warmup": range(1, 4), "train": range(4, 10)}  # {sp
 
 
 def checksum(text: str) -> int:
-    """From 0 to 9. Tasks that make up rows use it to decide on a row's split, so that no two splits share a row."""
+    """Returns a number from 0 to 9. Tasks that make up their examples use it to choose the split of each example, so
+    that no two splits share one."""
     return sum(ord(c) * 31**i for i, c in enumerate(text)) % 10
 
 
 def word(rng: random.Random, least: int, most: int) -> str:
-    """A word of that many syllables."""
+    """Makes up a word of `least` to `most` syllables."""
     return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.randint(least, most)))
 
 
 def rows(split: str, num: int) -> list[dict]:
-    """`num` different words of 2 to 4 syllables, as questions."""
+    """Returns `num` examples, whose questions are different words of 2 to 4 syllables."""
     rng = random.Random(f"reverse_text {split}")
     found = {}
     while len(found) < num:
@@ -33,7 +34,7 @@ def rows(split: str, num: int) -> list[dict]:
 
 
 def demonstrations(num: int) -> list[Messages]:
-    """Conversations for the toy model's supervised warm-up."""
+    """Returns conversations for the toy model's supervised warm-up."""
     talks = []
     for row in rows("warmup", num):
         question = {"role": "user", "content": row["question"]}
@@ -50,6 +51,6 @@ def exact(completion: Messages, answer: str) -> float:
 
 
 def load_environment(num_train=8192, num_eval=256, system_prompt="") -> SingleTurnEnv:
-    """system_prompt: explains the task to models that were not warmed up on bare words."""
+    """system_prompt: an explanation of the task, for models that were not warmed up on bare words."""
     rubric = Rubric([exact, similarity], [0.5, 0.5])
     return SingleTurnEnv(rows("train", num_train), rows("eval", num_eval), system_prompt, rubric)

