@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # bash launch.sh config.toml [table.key=value ...] [--check | --print | --from outputs/run@73]
-#     --check: look for what would spoil a run, train nothing
-#     --print: show the command of each role, with its variables, ready to paste; start nothing
-#     --from: begin where a run was after step 73
-# Sets up .venv on first use (--setup: only that), then rolemodel/launch.py runs all roles until all is done.
-# Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143
-# Variables: KIND=gpu or cpu and PYTHON=python3.12 for .venv, CUDA_VISIBLE_DEVICES, NNODES,
-#     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" for vLLM, WATCH= to run no tools
+#     --check: look for anything that would spoil the run, without training
+#     --print: print the command for each role, with its environment variables, without starting it
+#     --from: begin with what another run had after step 73
+# On first use, it sets up .venv (with --setup, only that). Then rolemodel/launch.py runs all roles to the end.
+# Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143 interrupted
+# Environment variables: KIND=gpu or KIND=cpu and PYTHON=python3.12 (for .venv), CUDA_VISIBLE_DEVICES, NNODES,
+#     MASTER_ADDR, MASTER_PORT, SERVER="python tests/fake_vllm.py" (instead of vLLM), WATCH= (to run no tools)
 set -u
 usage() { sed -n '2,9s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }
@@ -22,9 +22,9 @@ has flock && has setpriv
 config=$(realpath -m -- "$1")
 CDPATH= cd -- "$(dirname -- "$0")" || exit 2
 
-# The interpreter: .venv, or an active environment that has what requirements-$KIND.txt pins.
+# Find the interpreter: that of .venv, or of an active environment that has what requirements-$KIND.txt pins.
 has_gpu() { nvidia-smi -L 2>/dev/null | grep '^GPU' || compgen -G '/dev/nvidia[0-9]*'; } >/dev/null
-KIND=${KIND:-$(has_gpu && echo gpu || echo cpu)} # KIND=gpu on a login node without one
+KIND=${KIND:-$(has_gpu && echo gpu || echo cpu)} # on a login node without a GPU, set KIND=gpu
 python=$PWD/.venv/bin/python required=requirements-$KIND.txt
 [ -f "$required" ] || fail "KIND=$KIND: there is no $required"
 sampler=$(grep -o '^vllm[^=]*' "$required")
@@ -36,11 +36,11 @@ has_pins() { python3 -m pip list --format=freeze 2>/dev/null | sed 's/+.*//' | g
 pip() { "$python" -m pip --disable-pip-version-check "$@" >>.venv/setup.log 2>&1; }
 set_up() {
     for base in ${PYTHON:-python3.12 python3.11 python3.13 python3} ''; do ! is_fit "$base" || break; done
-    [ -n "$base" ] || fail "${PYTHON:-python3} is not Python 3.11 to 3.13: install one, or name it by PYTHON"
-    # One that was made for another KIND is emptied, since pip would keep its build of torch.
+    [ -n "$base" ] || fail "${PYTHON:-python3} is not Python 3.11 to 3.13: install one, or set PYTHON to its name"
+    # A .venv that was made for another KIND is emptied, because pip would keep its build of torch.
     is_fit "$python" && "$python" -m pip --version >/dev/null 2>&1 && is_of_kind ||
         "$base" -m venv --clear .venv || fail "$base cannot make .venv"
-    echo "$pins" >.venv/requirements.txt # says the KIND, should this be interrupted
+    echo "$pins" >.venv/requirements.txt # tells the KIND if this is interrupted
     echo "[launch] installing $required into .venv (a few minutes, log in .venv/setup.log)"
     builds=$([ "$KIND" = gpu ] || echo --extra-index-url https://download.pytorch.org/whl/cpu)
     pip install -r "$required" || pip install -r "$required" $builds ||
@@ -49,16 +49,16 @@ set_up() {
     cp "$required" .venv/requirements.txt
 }
 if is_set_up; then : # .venv has what is pinned
-elif [ "$(has_pins)" = 3 ] && is_fit python3; then python=$(command -v python3) # so has the active environment
-else # make .venv, one at a time: another launch.sh may be at it
+elif [ "$(has_pins)" = 3 ] && is_fit python3; then python=$(command -v python3) # the active environment has it
+else # make .venv, under a lock, because another launch.sh may be making it, too
     exec 7>.setup.lock && flock 7 && { is_set_up || set_up; } && exec 7>&-
 fi || exit 2
 [ "$1" != --setup ] || exit 0
 
 ulimit -c 0 -n "$(ulimit -Hn)"
 export PYTHONUTF8=1 # whatever the locale
-[ "$KIND" = gpu ] || export CUDA_VISIBLE_DEVICES= # the builds for CPUs see no GPU, and the roles must agree
+[ "$KIND" = gpu ] || export CUDA_VISIBLE_DEVICES= # builds for CPUs see no GPU, and all roles must agree on this
 [ -n "${HF_ENDPOINT:-}${HTTPS_PROXY:-}${https_proxy:-}" ] || getent hosts hf.co >/dev/null ||
-    export HF_HUB_OFFLINE=1 # no network: nothing waits for one
-[[ ! " $* " =~ " --from " ]] || exec "$python" tools/start_from.py "$config" "${@:2}" # which ends in rolemodel.launch
+    export HF_HUB_OFFLINE=1 # there is no network, so nothing should wait for one
+[[ ! " $* " =~ " --from " ]] || exec "$python" tools/start_from.py "$config" "${@:2}" # it ends in rolemodel.launch
 exec "$python" -m rolemodel.launch "$config" "${@:2}"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# bash tests/run.sh            sets up .venv, as launch.sh does, and runs every test but the long ones: 5 minutes on 2 cores
-# bash tests/run.sh --fast     without the real vLLM and without whole runs
-# bash tests/run.sh --all      with learning runs, the whole kill matrix and all model families, one at a time: hours
-# Further words go to pytest: bash tests/run.sh -k trainer
+# bash tests/run.sh            sets up .venv, like launch.sh, and runs all but the long tests: 5 minutes on 2 cores
+# bash tests/run.sh --fast     skips the tests that need the real vLLM or start whole runs
+# bash tests/run.sh --all      also runs the long ones, one at a time, for hours: learning runs, all model families, and
+#                              kills of each process at each point of a run
+# All other arguments go to pytest: bash tests/run.sh -k trainer
 set -eu
 CDPATH= cd -- "$(dirname -- "$0")/.."
 bash launch.sh --setup
