@@ -1,4 +1,5 @@
-"""Roles without the launcher: their commands, to paste into shells, and servers for a tool."""
+"""Roles without the launcher: prints their commands, so that you can paste them into shells, and starts servers for a
+tool."""
 
 import os
 import shlex
@@ -11,10 +12,11 @@ from rolemodel.role import say
 
 
 def print_commands(roles, run_dir):
-    """A block for each role, to paste into a shell of its own. The export line is the same in every block."""
+    """Prints a block of commands for each role, to be pasted into a shell of its own. The export line is the same in
+    every block."""
     shared = {key: os.environ.get(key, value) for key, value in COMMON.items()}
     shared |= {key: x for key, x in roles[0].env.items() if all(role.env.get(key) == x for role in roles)}
-    exported = ("ROLEMODEL_RUN_ID", "PYTHONUTF8", "HF_HUB_OFFLINE")  # by the launcher and launch.sh
+    exported = ("ROLEMODEL_RUN_ID", "PYTHONUTF8", "HF_HUB_OFFLINE")  # set by the launcher and launch.sh
     shared |= {key: os.environ[key] for key in exported if key in os.environ}
     before = ""
     for role in roles:
@@ -24,7 +26,7 @@ def print_commands(roles, run_dir):
         own = {key: value for key, value in role.env.items() if key not in shared}
         print(f"# {role.name}{when}\ncd {shlex.quote(str(ROOT))}")
         print("export", shlex.join(f"{key}={value}" for key, value in shared.items()))
-        if role.name == "orchestrator":  # new servers have no version of this run
+        if role.name == "orchestrator":  # the new servers have no version of this run yet
             print("rm -f", shlex.join(str(run_dir / name) for name in ("version", "done", "solved")))
         print("env", shlex.join([*(f"{key}={value}" for key, value in own.items()), *role.argv]), end="\n\n")
         before = role.name
@@ -32,8 +34,8 @@ def print_commands(roles, run_dir):
 
 @contextmanager
 def servers(cfg, args, run_dir):
-    """The servers of a configuration, while the `with` lasts, after their model has been made. From then
-    on load_config knows their addresses. args and run_dir: as in plan."""
+    """Prepares or downloads the model of a configuration, then runs its servers until the `with` ends. Inside it,
+    load_config knows their addresses. args and run_dir: see launch.plan."""
     roles = {role.name: role for role in plan(cfg, args, run_dir)}
     os.environ |= COMMON | os.environ | roles["trainer"].env
     running = []

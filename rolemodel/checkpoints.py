@@ -1,4 +1,4 @@
-"""What outlives the trainer's process: metrics, checkpoints, and final/."""
+"""What the trainer leaves on the disk: metrics, checkpoints, and final/."""
 
 import hashlib
 import json
@@ -23,7 +23,8 @@ from rolemodel.serving import adapters
 
 
 def log_step(run_dir: Path, step: int, metrics: dict, logp_T: torch.Tensor):
-    """Writes every finite number to metrics.jsonl, logp next to the batch for tools, and a line to the console."""
+    """Writes every finite number to metrics.jsonl, logp_T to a file next to the batch, for tools, and a line to the
+    console."""
     save_file({"logp": logp_T.cpu()}, run_dir / "batches" / f"logp_{step:06d}.safetensors")
     line = {"step": step, "time": time.time(), "version": step + 1}
     line |= {key: value for key, value in metrics.items() if math.isfinite(value)}
@@ -35,17 +36,18 @@ def log_step(run_dir: Path, step: int, metrics: dict, logp_T: torch.Tensor):
 
 
 def state_of(policy, optimizer):
-    """What training changes: the live tensors, not copies, of which each rank has its part."""
+    """Everything that training changes. These are the live tensors, not copies, and each rank has its part of them."""
     weights = policy.trained()
     moments = {name: optimizer.state[p] for name, p in weights.items() if p in optimizer.state}
     return {"policy": weights, "optimizer": moments, "extra": policy.extra}
 
 
 def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
-    """Every rank writes its part; any number of ranks can read it back. The rename makes it visible. Collective."""
+    """Every rank writes its part; any number of ranks can read the whole back. The rename at the end makes it visible.
+    Collective."""
     path = run_dir / "checkpoints" / f"step_{step:06d}"
     tmp = path.with_suffix(".tmp")
-    # A file for each tensor: with one for all, torch keeps them all in pinned host memory (pytorch #195982).
+    # One file for each tensor: with a single file, torch keeps all of them in pinned host memory (pytorch #195982).
     dcp.save(state_of(policy, optimizer), storage_writer=dcp.FileSystemWriter(tmp, single_file_per_rank=False))
     if dist.get_rank() > 0:
         return
@@ -54,28 +56,28 @@ def save_checkpoint(run_dir: Path, step: int, policy, optimizer, cfg):
     for old in [*by_step(path.parent).values()][: -cfg.checkpoint.keep]:
         shutil.rmtree(old)
     first = step - (cfg.checkpoint.keep_batches or step)
-    for kind in ("step", "logp"):  # the newest stays: it has what orders remember
+    for kind in ("step", "logp"):  # the newest batch stays: it has what the orders remember
         for number, file in by_step(run_dir / "batches", kind).items():
             if number < first:
                 file.unlink()
 
 
 def keep_model(run_dir: Path, name: str):
-    """Keeps a fingerprint of the beginning of each of the model's files: after a new revision, a run's adapters and
-    batches would be of others."""
+    """Writes a fingerprint of the beginning of each of the model's files. Raises ConfigError if the run has begun with
+    other files, for example with another revision: the run's adapters and batches would not fit the new one."""
     folder = Path(transformers.utils.cached_file(name, "config.json")).parent
     files = [file for file in sorted(folder.iterdir()) if file.suffix in (".safetensors", ".bin", ".json", ".jinja")]
     new = {file.name: hashlib.sha256(np.memmap(file, mode="r")[: 1 << 20]).hexdigest() for file in files}
     path = run_dir / "model.json"
-    keep(path, new, path.exists() and next_batch(run_dir))  # a replay's batches, or the first, may be there before it
+    keep(path, new, path.exists() and next_batch(run_dir))  # a replay's batches, or the first one, may exist before it
 
 
 def load_checkpoint(path: Path, policy, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """Loads a directory of checkpoints/ in place, and returns its step. Without an optimizer it loads the weights
-    alone. Collective."""
+    """Loads a directory of checkpoints/ into the policy and the optimizer, and returns its step. Without an optimizer,
+    it loads only the weights. Collective."""
     state = {"policy": policy.trained()}
     if optimizer:
-        get_optimizer_state_dict(policy, optimizer)  # creates the tensors to load into, by a step with rate 0
+        get_optimizer_state_dict(policy, optimizer)  # takes a step with rate 0, to create the tensors to load into
         saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata  # optimizer.<name>.exp_avg, ...
         parts = {key.rpartition(".")[0] for key in saved}
         for name, p in policy.trained().items():
@@ -87,8 +89,8 @@ def load_checkpoint(path: Path, policy, optimizer: torch.optim.Optimizer | None 
 
 
 def resume(run_dir: Path, policy, optimizer) -> int:
-    """Loads the last checkpoint, if there is one, and returns its step. Lines of metrics.jsonl from there on go.
-    Collective."""
+    """Loads the last checkpoint, if there is one, and returns its step. Removes the lines of metrics.jsonl from there
+    on, which will be written again. Collective."""
     found = by_step(run_dir / "checkpoints")
     step = load_checkpoint(found[max(found)], policy, optimizer) if found else 0
     if dist.get_rank() == 0:
@@ -98,7 +100,8 @@ def resume(run_dir: Path, policy, optimizer) -> int:
 
 
 def write_final(final: Path, model, blocks, cfg):
-    """Writes a directory for transformers (LoRA: peft) and vLLM. blocks: of trainer.stream_weights. Collective."""
+    """Writes a directory that transformers (LoRA: peft) and vLLM can load. blocks: from trainer.stream_weights.
+    Collective."""
     tensors = {}
     for block in blocks:
         heartbeat()
@@ -107,7 +110,8 @@ def write_final(final: Path, model, blocks, cfg):
     if dist.get_rank() > 0:
         return
     if cfg.trainer.use_lora:
-        # In a composite checkpoint modules have other names than in the class that was trained. PEFT takes either.
+        # A composite checkpoint has other names for its modules than the class that was trained. PEFT takes either, so
+        # both are written.
         for name, _ in model.named_parameters():
             if name.endswith((".lora_A", ".lora_B")):
                 (saved,) = revert_weight_conversion(model, {f"{name}.weight": torch.empty(0)})
@@ -117,7 +121,7 @@ def write_final(final: Path, model, blocks, cfg):
         final.mkdir(parents=True, exist_ok=True)
         save_file(tensors, final / "model.safetensors", {"format": "pt"})
         source = Path(transformers.utils.cached_file(cfg.run.model, "config.json")).parent
-        for file in source.glob("*_config.json"):  # of generation, and of a composite model's images
+        for file in source.glob("*_config.json"):  # for generation, and for a composite model's images
             shutil.copy(file, final)
         model.config.dtype = next(iter(tensors.values())).dtype
         model.config.save_pretrained(final)

@@ -1,4 +1,5 @@
-"""Process groups, and what FSDP2 asks for: master weights of 16-bit training, torch.compile."""
+"""Process groups, and two things that FSDP2 makes necessary: care with torch.compile, and with the master weights of
+16-bit training."""
 
 import math
 import os
@@ -9,10 +10,10 @@ import torch.distributed as dist
 
 
 def start_distributed(cfg):
-    """Joins torchrun's ranks, or is the only rank without it. Ranks wait for one another twice as long as run.watchdog
-    waits for all of them, so that the watchdog fires first."""
+    """Joins torchrun's ranks; without torchrun, this process is the only rank. Ranks wait for each other twice as long
+    as the watchdog (run.watchdog) waits for all of them, so that the watchdog fires first."""
     limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))
-    # Not by RANK alone, which schedulers set as well.
+    # The variable RANK would not tell, since schedulers set it as well.
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     has_gpu = torch.cuda.is_available()
     if has_gpu:
@@ -21,8 +22,9 @@ def start_distributed(cfg):
 
 
 def make_process_group(store, rank, spec):
-    """A process group apart from the default one, which FSDP and vLLM use. NCCL's watchdog kills the process when its
-    limit has passed, so that is twice ours: our waits for HTTP and for the store end first, and are reported."""
+    """A process group of its own, since the default one belongs to FSDP and to vLLM. When its limit has passed, NCCL's
+    watchdog kills the process. So this limit is twice ours: our own waits, for HTTP and for the store, end first and
+    are reported."""
     limit = timedelta(seconds=spec["timeout_s"])
     group = dist.ProcessGroup(store, rank, spec["size"])
     if spec["backend"] == "gloo":
@@ -35,11 +37,12 @@ def make_process_group(store, rank, spec):
 
 
 def compiled(forward, config):
-    """The compiled forward of a block. FSDP2 hands a block views of its inputs in the first pass and none when it is
-    recomputed. Dynamo would compile two graphs, which save different tensors, so here it sees views both times.
+    """The compiled forward of a block. Dynamo must see views of the inputs every time: FSDP2 passes views to a block in
+    the first forward pass, but none when the block is recomputed, and Dynamo would compile two graphs, which save
+    different tensors.
 
-    dynamic=True would make even the size of a head a symbol, where flex_attention needs a number. With None only what
-    has changed becomes one, after a second compilation."""
+    With dynamic=True, even the size of an attention head would become a symbol, but flex_attention needs a number. With
+    None, only sizes that have changed become symbols, in a second compilation."""
     run = torch.compile(forward, dynamic=None if config._attn_implementation == "flex_attention" else True)
 
     def with_view(hidden_BWD, *args, **kwargs):
@@ -50,17 +53,19 @@ def compiled(forward, config):
 
 @torch.no_grad()
 def dither(parameters, dtype: torch.dtype):
-    """Puts each master weight anywhere in the cell of numbers that round, in `dtype`, to what it rounds to.
+    """Moves each master weight to a random place in its cell, the interval of numbers that round to the same number in
+    `dtype`.
 
-    A file's weights lie on the grid of their dtype. From there, updates smaller than half its step would change nothing
-    that is computed or sampled: in RL 99% of all elements stay as they are in a step (2605.07330). From a uniform place
-    in the cell, as many weights cross its border as the updates' size demands, so that the rounded weights move by the
-    updates' mean, as with stochastic rounding (2010.06192), but the sampler's are the trainer's."""
+    Weights that were loaded from a file lie on the grid of its dtype, in the middle of their cells. An update smaller
+    than half a step of the grid would then change nothing that is computed or sampled: in RL, 99% of all elements do
+    not change in a step (2605.07330). If the places in the cells are uniform, the share of weights that leave their
+    cells is in proportion to the size of the updates. So the rounded weights move by the mean of the updates, as with
+    stochastic rounding (2010.06192), except that here sampler and trainer have the same weights."""
     for p in parameters:
         master = p.to_local()
         rounded = master.to(dtype)
-        # The cell ends halfway to each neighbor. Next to a power of two these are not equally far: below it the grid is
-        # finer. What lies just between two numbers rounds to the even one, which may be the neighbor.
+        # The cell ends halfway to each neighbor. Next to a power of two, the neighbors are not equally far: the grid is
+        # finer below it. A number exactly halfway between two rounds to the even one, which may be the neighbor.
         neighbors = [rounded.nextafter(torch.full_like(rounded, x)).float() for x in (-math.inf, math.inf)]
         low, high = ((rounded.float() + neighbor) / 2 for neighbor in neighbors)
         moved = low + torch.rand_like(master) * (high - low)

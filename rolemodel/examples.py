@@ -1,4 +1,4 @@
-"""Examples: the rows of a data set, whatever library they come from."""
+"""Examples of a data set, whatever library they come from."""
 
 import hashlib
 import json
@@ -12,14 +12,15 @@ def without_address(text):
 
 
 def readable(x):
-    """For json.dumps: its whole text, the same in every process, or nan for what is missing to numpy and pandas."""
+    """The default of json.dumps: an object's whole text, which is the same in every process, or nan for a missing value
+    of numpy or pandas."""
     text = without_address(str(x.tolist() if hasattr(x, "tolist") else x))
     return math.nan if text in ("nan", "NaN", "NaT", "None", "<NA>") else text
 
 
 def as_row(row):
-    """A dict, from a line of a JSON Lines file or from a dict. Raises ValueError or TypeError for anything else, for
-    what has no prompt, and for nan, since an answer that is missing would be the word "nan"."""
+    """Returns an example as a dict, from a line of a JSON Lines file or from a dict. Raises ValueError or TypeError for
+    anything else, if there is no prompt, and for nan, since a missing answer would become the word "nan"."""
     if isinstance(row, bytes):
         row = json.loads(row)
     if not isinstance(row, dict) or isinstance(row.get("prompt", row.get("question")), dict):  # pandas' columns
@@ -31,15 +32,16 @@ def as_row(row):
 
 
 def without_none(x):
-    """Messages as they were: Arrow gives each dict, also of a call's arguments, every key that another row's has."""
+    """Messages as they were before Arrow added keys: it gives each dict, even the arguments of a call, all keys that
+    the same dict has in any example, with None as the value."""
     if isinstance(x, dict):
         return {key: without_none(value) for key, value in x.items() if value is not None}
     return [without_none(value) for value in x] if isinstance(x, list) else x
 
 
 def content(x, within=()):
-    """What x holds, as JSON: the same for equal things in every process, and other for others. `within`: the ids of
-    what x is a part of, since objects may refer to each other."""
+    """What x contains, as JSON. It is the same in every process for equal objects, and different for different ones.
+    within: the ids of all objects that x is a part of, since objects may refer to each other."""
     if x is None or type(x) in (str, int, float, bool):
         return x
     if id(x) in within:
@@ -49,23 +51,24 @@ def content(x, within=()):
         return {key if isinstance(key, str) else json.dumps(part(key)): part(value) for key, value in x.items()}
     if isinstance(x, list | tuple):
         return [part(value) for value in x]
-    if isinstance(x, set | frozenset):  # the order of texts in a set is another one in every process
+    if isinstance(x, set | frozenset):  # in a set, the order of strings differs between processes
         return sorted(map(part, x), key=json.dumps)
-    if hasattr(x, "getpalette"):  # an image, of PIL's, whose state also has the name of its file
+    if hasattr(x, "getpalette"):  # an image of PIL's, whose state has its file's name as well
         return [x.mode, x.size, x.getpalette(), x.tobytes().hex()]
-    if hasattr(x, "_hf_encoded"):  # a sound or a video of Hugging Face's, whose decoder is not the same twice
+    if hasattr(x, "_hf_encoded"):  # a sound or video of Hugging Face's: its decoder is never the same
         return part(x._hf_encoded)
     text = without_address(str(x))
     if isinstance(x, type):
         return text
-    for method in ("tolist", "to_dict"):  # of arrays and tables, whose texts leave out the middle
+    for method in ("tolist", "to_dict"):  # of arrays and tables, which leave out the middle as text
         if hasattr(x, method):
             return part(getattr(x, method)())
-    # A text with an address says where an object is, and one without need not say all that it has.
+    # A text with an address tells where an object is, not what it contains. Other texts may leave something out as
+    # well.
     has_more = text != str(x) or getattr(x, "__dict__", None)
     return [text, part(object.__getstate__(x))] if has_more else text
 
 
 def fingerprint(rows):
-    """The same for the same examples, in every process."""
+    """A digest of examples, which is the same in every process."""
     return hashlib.sha256(json.dumps(content(rows)).encode()).hexdigest()[:16]

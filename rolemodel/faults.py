@@ -1,4 +1,4 @@
-"""Whose fault a failure is. docs/agents.md has the rule as a table."""
+"""Decides whose fault a failure is. docs/agents.md has the rules as a table."""
 
 import json
 import traceback
@@ -9,19 +9,21 @@ OK = {"role": "user", "content": "ok"}
 
 
 class HttpRefused(Exception):
-    """The server's 400: asking again would not help."""
+    """The server has answered with status 400, so asking again would not help."""
 
 
 def describe(error: BaseException) -> str:
-    """An error's type and text, also of one whose own __str__ raises."""
+    """An error's type and text, even if its own __str__ raises."""
     return f"{type(error).__name__}: {traceback.TracebackException.from_exception(error)}"
 
 
 async def blame(refused: HttpRefused, ask, said: list) -> Exception:
-    """What to raise for a refused request: Truncated, which is scored, if the server also refuses what the policy said
-    where all that others wrote is a harmless "ok"; otherwise an error, which loses the rollout.
+    """Returns the exception to raise for a refused request. The request is sent again with a harmless "ok" in place of
+    all that others wrote. If the server refuses this too, the policy is at fault: Truncated, so that the rollout is
+    scored. Otherwise, an ordinary error, so that the rollout is lost.
 
-    ask: orchestrator.sample_turn. said: the trained requests so far, each with the policy's message as JSON."""
+    ask: orchestrator.sample_turn. said: (request, the policy's answer as JSON) for all requests so far that are trained
+    on."""
     print(refused, flush=True)
     messages = [OK]
     for message in [json.loads(text) for _, text in said]:

@@ -1,4 +1,4 @@
-"""When a run cannot go on: too many rollouts are lost, or no group has a gradient any more."""
+"""Decides when a run cannot go on, because too many rollouts are lost, or no group has a gradient any more."""
 
 from collections import defaultdict, deque
 from statistics import mode
@@ -8,24 +8,25 @@ from rolemodel.role import DataError
 
 
 class Solved(Exception):
-    """All rollouts of a task are successes: no group has a gradient, and nothing is left to learn."""
+    """All rollouts of a task are successes, so no group has a gradient, and nothing is left to learn."""
 
 
 class Limits:
-    """Sees every group of a run. num_groups: of a batch."""
+    """Looks at every group of a run. num_groups: how many a batch has."""
 
     def __init__(self, max_error_share: float, num_groups: int):
         self.max_error_share = max_error_share
         self.most = max(200, 10 * num_groups)  # groups in a row without a gradient
-        # By environment:
-        self.errors = defaultdict(lambda: deque(maxlen=200))  # of the last rollouts; "" for each that was not lost
-        self.other_scale = set()  # whose first function has given numbers outside of 0 to 1
-        self.useless = defaultdict(list)  # groups in a row without a gradient: whether each has successes alone
+        # For each environment:
+        self.errors = defaultdict(lambda: deque(maxlen=200))  # of its last rollouts; "" if one was not lost
+        self.other_scale = set()  # environments whose first function has given values outside of 0 to 1
+        self.useless = defaultdict(list)  # for groups in a row without a gradient: are all rollouts successes?
 
     def see(self, name: str, group: list):
-        """A group of rollouts of the environment `name`. Raises DataError or Solved at a limit.
+        """Takes in a group of rollouts of the environment `name`. Raises DataError or Solved if a limit is reached.
 
-        Dropping failures is a selection: a policy could learn to fail where its reward would be low."""
+        There is a limit on lost rollouts because leaving them out is a selection: a policy could learn to fail where
+        its reward would be low."""
         errors = self.errors[name]
         errors.extend(r.error for r in group)
         lost = [error for error in errors if error]

@@ -1,8 +1,8 @@
-"""What a name in a TOML stands for: the module of a task, a function, the script of a role.
+"""Finds what a name in a TOML stands for: the module of a task, a function, or the script of a role.
 
-A module is looked for next to the TOML first, then among our own files, then among the installed ones. The checks read
-files without importing them, so that a wrong name ends a run at once: an import of torch would take seconds, and the
-start of a server a minute."""
+A module is looked for next to the TOML first, then among our own files, then among the installed modules. A wrong name
+should end a run at once, so the checks read files without importing them: importing torch takes seconds, and starting a
+server takes a minute."""
 
 import ast
 import importlib
@@ -19,14 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 TASKS = ROOT / "configs"
 LIBRARY = ROOT / "rolemodel"
 BESIDE = []  # the directories of the TOMLs that this process has loaded
-# {role: its file}. A worker of vLLM loads no TOML: the launcher tells it by a variable.
+# {role: its file}. A worker of vLLM loads no TOML, so the launcher tells it by a variable.
 SCRIPTS = {"orchestrator": ROOT / "orchestrator.py"}
 SCRIPTS["trainer"] = Path(os.environ.get("ROLEMODEL_TRAINER", ROOT / "trainer.py"))
-ANYTHING = "*"  # a name of a file whose names cannot be known from its text
+ANYTHING = "*"  # stands for the names of a file if they cannot be known from its text
 
 
 def nearest(word, words):
-    """The end of an error's text: the words that were perhaps meant, or else all of them."""
+    """The end of an error message: the words that may have been meant, or else all words."""
     words = sorted(words)
     near = get_close_matches(word, words, 3, 0.5)
     if near:
@@ -38,7 +38,7 @@ def nearest(word, words):
 
 
 class RoleFinder:
-    """Makes `import trainer` import the file that trainer.script names, wherever it is written: in a loss, an order or
+    """Makes `import trainer` import the file that trainer.script names, wherever the import is: in a loss, an order or
     a tool."""
 
     @staticmethod
@@ -53,9 +53,9 @@ sys.meta_path.insert(0, RoleFinder)
 
 
 def find_script(role, name, origin):
-    """The file that `<role>.script` names, next to the TOML or in the repository; for "" the file that runs as this
-    role in this process, or else our own. From now on `import <role>` means this file. Returns the file, and its name
-    for config.toml, with which a later start finds it again."""
+    """Finds the file that `<role>.script` names, next to the TOML or in the repository. "" means the file that runs as
+    this role in this process, or else our own. From now on, `import <role>` means this file. Returns the file, and the
+    name by which config.toml can find it again."""
     ours = ROOT / f"{role}.py"
     folders = [origin.parent, ROOT]
     module = sys.modules.get(role)
@@ -81,16 +81,17 @@ def find_script(role, name, origin):
 
 
 def installed(name):
-    """Where Python itself would find a module, or None."""
+    """The file in which Python itself would find a module, or None."""
     try:
         spec = find_spec(name)
     except (ImportError, ValueError):  # a part of a dotted name is missing
         return None
-    return Path(spec.origin).resolve() if spec and spec.has_location else None  # a mere folder has no location
+    return Path(spec.origin).resolve() if spec and spec.has_location else None  # a plain folder has no location
 
 
 def find_modules(name, ours):
-    """The files of all modules of this name: next to the TOML, in the folder `ours`, installed. The first counts."""
+    """The files of all modules with this name: next to the TOML, in the folder `ours`, and installed. The first one
+    counts."""
     if name in SCRIPTS:
         return [SCRIPTS[name]]
     files = [installed(name)]
@@ -101,8 +102,8 @@ def find_modules(name, ours):
 
 
 def import_file(name, path):
-    """The module of a file. It gets a name of its own if Python would find another file by this one, as for a task that
-    is called `code`."""
+    """Imports a file as a module. If Python would find another file by this name, as for a task that is called `code`,
+    the module gets a different name."""
     if path.parent == LIBRARY:
         return importlib.import_module(f"rolemodel.{name}")
     if name in SCRIPTS or installed(name) == path:
@@ -116,7 +117,7 @@ def import_file(name, path):
 
 
 def names_in(path):
-    """{name: the node of the syntax tree that defines it, or None for an import} of the top level of a file."""
+    """{name: the node of the syntax tree that defines it, or None if it is imported} for the top level of a file."""
     if path.suffix != ".py":
         return {ANYTHING: None}
     try:
@@ -139,14 +140,14 @@ def names_in(path):
 
 
 def check_arguments(key, given, node, names, num_own):
-    """Raises ConfigError if a function of a file lacks one of the given keyword arguments. The first num_own of its
+    """Raises ConfigError if a function or class does not take one of the given keyword arguments. Its first num_own
     parameters are not for the user."""
     while isinstance(node, ast.ClassDef):
         init = [child for child in node.body if isinstance(child, ast.FunctionDef) and child.name == "__init__"]
         bases = [names.get(base.id) for base in node.bases if isinstance(base, ast.Name)]
         node = next(iter(init + bases), None)
     if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.kwarg:
-        return  # it cannot be known, or takes anything
+        return  # what it takes cannot be known, or it takes anything
     known = [arg.arg for arg in [*node.args.posonlyargs, *node.args.args][num_own:] + node.args.kwonlyargs]
     for name in given:
         if name not in known:
@@ -157,7 +158,7 @@ def check_arguments(key, given, node, names, num_own):
 
 
 def files_having(what, module, function, ours):
-    """The files of a module, as find_modules has them, that define this function. what: the key and its value."""
+    """Those files of find_modules that define this function. what: the key and its value, for errors."""
     files = find_modules(module, ours)
     if not files:
         stems = {file.stem for folder in (ours, *BESIDE) for file in folder.glob("*.py")}
@@ -171,16 +172,16 @@ def files_having(what, module, function, ours):
 
 
 def find_file_of(key, name):
-    """The file of the module in "module:function". A module of the user's replaces none of our functions."""
+    """The file of the module in "module:function". A user's module cannot replace one of our functions."""
     module, _, function = name.partition(":")
     file, *others = files_having(f"key {key!r} = {name!r}", module, function, LIBRARY)
     if file.parent != LIBRARY and any(other.parent == LIBRARY for other in others):
-        raise ConfigError(f"key {key!r} = {name!r}: {file} and rolemodel/{module}.py have it: rename yours")
+        raise ConfigError(f"key {key!r} = {name!r}: both {file} and rolemodel/{module}.py have it: rename yours")
     return file
 
 
 def find_function(name, table=()):
-    """What a key names: an entry of `table`, or "module:function"."""
+    """Returns the function that a key names: an entry of `table`, or "module:function"."""
     if name in table:
         return table[name]
     if ":" not in name:
@@ -199,7 +200,7 @@ def check_function(key, name, script=None, table="", args=None, num_own=0):
         names = names_in(Path(script))
         found = names.get(table)
         if not isinstance(found, ast.Dict):
-            return  # a copy that builds its table in another way
+            return  # a changed copy builds its table in another way
         entries = {getattr(word, "value", ANYTHING): value for word, value in zip(found.keys, found.values)}
         if name not in entries:
             raise ConfigError(f"key {key!r} = {name!r}: not one of ours, nor module:function; {nearest(name, entries)}")
@@ -208,13 +209,14 @@ def check_function(key, name, script=None, table="", args=None, num_own=0):
 
 
 def find_task(id):
-    """The name and the file of a task's module: "org/my-task" is my_task.py or my_task/, with load_environment."""
+    """The name and the file of a task's module. For "org/my-task" it is my_task.py or my_task/, with a
+    load_environment."""
     name = id.rsplit("/", 1)[-1].replace("-", "_")
     return name, files_having(f"key 'env.id' = {id!r}", name, "load_environment", TASKS)[0]
 
 
 def check_path(key, name):
-    """Raises ConfigError unless there is such a file or directory. Relative paths begin at the repository."""
+    """Raises ConfigError unless the file or directory exists. Relative paths start in the repository."""
     path = ROOT / name
     if not path.exists():
         others = [other.name for other in path.parent.glob("[!.]*")]
@@ -222,8 +224,8 @@ def check_path(key, name):
 
 
 def check_names(cfg):
-    """Raises ConfigError unless everything that the configuration names is there, and takes the arguments that the
-    configuration has for it."""
+    """Raises ConfigError unless everything that the configuration names exists, and takes the arguments that the
+    configuration gives it."""
     t, o = cfg.trainer, cfg.orchestrator
     check_function("trainer.loss", t.loss, t.script, "LOSSES", t.loss_args, 3)
     check_function("orchestrator.advantage", o.advantage, o.script, "ADVANTAGES")

@@ -5,7 +5,8 @@ from itertools import count
 
 
 def divide_slots(ratios):
-    """Yields (environment, its own slot) for slots 0, 1, ...: each goes to the environment furthest below its share."""
+    """Yields (environment, its own slot) for slots 0, 1, ... of the run. Each goes to the environment that is furthest
+    below its share."""
     slots = Counter()
     total = sum(ratios.values())
     for num in count(1):

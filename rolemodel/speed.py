@@ -1,4 +1,4 @@
-"""How fast a step is, what share of the GPUs' peak that is, and a profile of one."""
+"""Measures how fast a step is and what share of the GPUs' peak it reaches, and writes the profile of a step."""
 
 import contextlib
 import math
@@ -8,22 +8,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-# Tflop/s of dense bf16 with sums in fp32, by a part of the name that torch.cuda.get_device_name gives; the first one
-# that fits. Names that go on after "RTX 4090" are other cards': "D", "Laptop GPU".
+# Tflop/s of dense bf16 with sums in fp32, by a part of the name that torch.cuda.get_device_name gives; the first match
+# counts. A longer name than "RTX 4090" means another card, such as "RTX 4090 D" or "RTX 4090 Laptop GPU".
 PEAKS = {"B200": 2250, "H200 NVL": 835, "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "A100": 312}
 PEAKS |= {"L40S": 362, "RTX 6000 Ada": 364.2, "RTX A6000": 154.8}
 PEAKS |= {"RTX 5090 ": math.nan, "RTX 5090": 209.5, "RTX 4090 ": math.nan, "RTX 4090": 165.2}
 
 
 def step_flops(policy, batch, num_tokens: int, num_computed: int) -> float:
-    """The arithmetic that the model needs for a step. num_tokens: of all epochs; num_computed: without what rows share.
+    """The arithmetic that the model needs for a step. num_tokens: of all epochs; num_computed: what sequences share
+    counted once.
 
-    A parameter takes 2 flops a token forward, 2 for the gradient of its input and, if it is trained, 2 for its own. The
-    head sees loss tokens alone, and a token only some experts. Attention takes twice as much backward as forward, and
-    in each layer a token looks back over half of its sequence. Not counted: what is recomputed in backward, and scores
-    before the first update."""
+    For each token, a parameter takes 2 flops forward, 2 for the gradient of its input and, if it is trained, 2 for its
+    own gradient. The head only sees loss tokens, and a token only goes through some of the experts. Attention takes
+    twice as much backward as forward, and a token looks back over half of its sequence on average. Not counted: what is
+    recomputed in backward, and log-probabilities that are computed before the first update."""
     config = policy.model.config.get_text_config()
-    num_experts = getattr(config, "num_experts_per_tok", None)  # of each token
+    num_experts = getattr(config, "num_experts_per_tok", None)  # for each token
 
     def per_token(module):
         total = 0.0
@@ -42,7 +43,8 @@ def step_flops(policy, batch, num_tokens: int, num_computed: int) -> float:
 
 
 def rates(policy, batch, num_tokens: int, num_computed: int, seconds: float) -> dict[str, float]:
-    """Metrics of a step: perf/mfu is step_flops per second over the peak of all GPUs, nan on others than in PEAKS."""
+    """Metrics of a step: perf/mfu is step_flops per second, divided by the peak of all GPUs. It is nan if PEAKS does
+    not have this GPU."""
     name = torch.cuda.get_device_name() if policy.device.type == "cuda" else ""
     peak = next((1e12 * peak for part, peak in PEAKS.items() if part in name and "MIG" not in name), math.nan)
     flops = step_flops(policy, batch, num_tokens, num_computed)
@@ -52,7 +54,8 @@ def rates(policy, batch, num_tokens: int, num_computed: int, seconds: float) -> 
 
 
 def profiled(run_dir: Path, step: int, t) -> contextlib.AbstractContextManager:
-    """Around train_step: at trainer.profile_step, rank 0 writes a trace of it, which ui.perfetto.dev opens."""
+    """For use around train_step: at trainer.profile_step, rank 0 writes a trace of it, which ui.perfetto.dev can
+    open."""
     if not step or step != t.profile_step or dist.get_rank() > 0:
         return contextlib.nullcontext()
     path = str(run_dir / f"profile_{step:06d}.json.gz")

@@ -1,5 +1,5 @@
-"""The head of the sampler's distribution: the ids and log-probabilities of the k likeliest tokens at each sampled one
-(orchestrator.top_logprobs, or sampling.top_k). It costs 8 k bytes a token of a batch file.
+"""The head of the sampler's distribution: the ids and log-probabilities of the k likeliest tokens at each sampled token
+(k is orchestrator.top_logprobs, or sampling.top_k). It takes 8 k bytes for each token of a batch file.
 
 A batch has it as two fields with k columns: `head_ids`, -1 where there is none, and `old_head_logp`, in nats, nan where
 there is none. A loss gets them as micro["head_ids_NK"] and micro["old_head_logp_NK"], along with the policy's own
@@ -7,7 +7,7 @@ log-probabilities of the same ids, with a gradient: micro["head_logp_NK"]. Two t
 
 - score centering (losses:centered);
 - sampling that is cut off by top_p, top_k or min_p. vLLM's log-probabilities are then those of a distribution over the
-  tokens that it kept, and so must be the trainer's (within_kept)."""
+  tokens that it kept, so the trainer's must be as well (within_kept)."""
 
 import math
 
@@ -17,21 +17,23 @@ FLOOR = -9999  # vLLM's number for -inf, a token that was cut off
 
 
 def dtype_and_nothing(name: str) -> tuple[type, float]:
-    """Of a further field of a batch: its dtype, and what it has where there is no value. Names of ids end in _ids."""
+    """The dtype of a further field of a batch, and the number that it has where there is no value. The name of a field
+    with ids ends in _ids."""
     return (np.int32, -1) if name.endswith("_ids") else (np.float32, np.nan)
 
 
 def request(cfg, is_trained: bool) -> dict:
-    """What asks vLLM for the head of a turn that is trained on. vLLM counts the sampled token among those that it was
-    asked for, in place of the last one. So one more is asked for, and the head is the same whatever was sampled."""
+    """The part of a request that asks vLLM for the heads of a turn that is trained on. vLLM may put the sampled token
+    in place of the last one that it was asked for. So one more is asked for, and the head is the same whatever was
+    sampled."""
     if not (cfg.head_size and is_trained):
         return {}
     return {"top_logprobs": cfg.head_size + 1, "return_tokens_as_token_ids": True}
 
 
 def read(content: list[dict], body: dict) -> dict[str, list[list]]:
-    """The fields, a row for each sampled token, from the logprobs of a chat completion, whose request was `body`; {} if
-    it asked for no head. Raises ValueError if the server names tokens by their text."""
+    """Returns the two fields, with a list for each sampled token, from the logprobs of a chat completion. body: its
+    request. If this asked for no head, returns {}. Raises ValueError if the server names tokens by their text."""
     if not body.get("return_tokens_as_token_ids"):
         return {}
     fields = {"head_ids": [], "old_head_logp": []}
@@ -50,9 +52,9 @@ def within_kept(micro: dict, logp_N, head_logp_NK):
     sampler's distribution was cut off (top_k_N > 0), they are over the tokens that it kept, which are the head.
     Elsewhere, and where there is no head, they are over the whole vocabulary; nan where head_ids_NK is -1.
 
-    With equal logits at the border, a sampler keeps more than top_k tokens. The head has then only the part q(H) of its
-    mass, and p(H) / q(H) is taken for the policy's mass of all that was kept, which is exact while policy and sampler
-    are the same. coverage() counts such tokens."""
+    If several logits at the cutoff are equal, a sampler keeps more than top_k tokens. The head H then has only the part
+    q(H) of the sampler's mass. The policy's mass on all tokens that were kept is taken to be p(H) / q(H), which is
+    exact while policy and sampler are the same. coverage() counts such tokens."""
     is_none_NK = micro["head_ids_NK"] < 0
     log_p_N, log_q_N = (
         x_NK.masked_fill(is_none_NK, -math.inf).logsumexp(-1) for x_NK in (head_logp_NK, micro["old_head_logp_NK"])
@@ -63,9 +65,9 @@ def within_kept(micro: dict, logp_N, head_logp_NK):
 
 
 def coverage(micro: dict) -> dict:
-    """What is logged of the heads, {metric: value_N}. policy/head_mass: the sampler's probability of the whole head.
-    policy/head_short: whether the sampler kept tokens that the head lacks, as with equal logits at the border, and at
-    every token of a server without --logprobs-mode processed_logprobs."""
+    """Metrics of the heads, {metric: value_N}. policy/head_mass: the sampler's probability of the whole head.
+    policy/head_short: whether the sampler kept tokens that are not in the head. This happens if logits at the cutoff
+    are equal, and at every token if a server runs without --logprobs-mode processed_logprobs."""
     if "old_head_logp_NK" not in micro:
         return {}
     mass_N = micro["old_head_logp_NK"].exp().nansum(-1)

@@ -1,8 +1,9 @@
 """Prefix trees: what sequences of a batch have in common (the prompt of a group, the turns before a fork) is computed
-once. The sequences of a tree stand in one line of a micro-batch, and a mask lets each token see its own sequence only.
+once. The sequences of a tree are put into one line of a micro-batch, and a mask lets each token see only its own
+sequence.
 
-cut_into_trees decides which sequences share a line, places says where their tokens stand in it, and tree_masks makes
-the mask. The algorithm is the same without this file; training would only take longer."""
+cut_into_trees decides which sequences share a line, places says where in the line their tokens are, and tree_masks
+makes the mask. The algorithm is the same without this file; training would only take longer."""
 
 import math
 from functools import partial
@@ -15,19 +16,19 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 ALL = 1 << 30  # the window of a layer that has none
 BLOCK = 256  # tokens of a tree that attend together, on CPUs
-# The time of a pair of tokens in attention, relative to as much arithmetic in a layer's matrices: in a line of one
-# sequence, and in a tree. On CPUs it was measured (SmolLM2, two threads); on CUDA, where a mask rules out the fastest
-# kernel, it is a guess.
+# The time that attention takes for a pair of tokens, relative to the same amount of arithmetic in a layer's matrices:
+# in a line with one sequence, and in a tree. The numbers for CPUs were measured (SmolLM2, two threads). Those for CUDA,
+# where a mask rules out the fastest kernel, are a guess.
 PAIR_COSTS = {"cpu": (1.4, 1.4), "cuda": (1.0, 8.0)}
 
 
 class Costs(NamedTuple):
-    """What attention costs a model, where a token without attention costs 1."""
+    """What attention costs, in units of what a token costs without attention."""
 
-    pair: float  # a token that another one sees, in a line of one sequence
-    tree_pair: float  # the same in a tree, where tokens are compared that do not see each other
-    block: float  # tokens that attend together: each is compared with all that one of them sees
-    widest: float  # tokens of a tree, at most
+    pair: float  # a token that another one sees, in a line with one sequence
+    tree_pair: float  # the same in a tree, where even tokens that do not see each other are compared
+    block: float  # tokens that attend together: each is compared with all tokens that any of them sees
+    widest: float  # the largest number of tokens of a tree
 
     def of_line(self, num: int, num_pairs: int, is_tree: bool) -> float:
         """The cost of a line with num tokens, which see num_pairs tokens altogether."""
@@ -41,11 +42,12 @@ def costs_of(model: nn.Module, device: torch.device) -> Costs | None:
     (Mamba, linear attention, convolutions).
 
     With a hidden size d, a token takes about 24 d^2 flops in a layer's matrices, and 4 d for each token that it is
-    compared with. Unless it is cut into blocks, a mask has no more elements than four hidden states of its line."""
+    compared with. A mask that is not cut into blocks may have as many elements as four hidden states of its line, which
+    limits the width."""
     if not windows_of(model):
         return None
     implementation = model.config._attn_implementation
-    if implementation == "flex_attention":  # it skips pairs that a mask forbids, and stores none
+    if implementation == "flex_attention":  # it skips pairs that the mask forbids, and stores no mask
         return Costs(0.0, 0.0, 0.0, math.inf)
     hidden = model.config.get_text_config().hidden_size
     pair, tree_pair = (cost / (6 * hidden) for cost in PAIR_COSTS[device.type])
@@ -55,18 +57,19 @@ def costs_of(model: nn.Module, device: torch.device) -> Costs | None:
 
 
 def num_shared(a_L: Tensor, b_L: Tensor) -> int:
-    """The number of first tokens that two sequences have in common."""
+    """How many tokens two sequences have in common at their beginning."""
     num = min(len(a_L), len(b_L))
     differs = (a_L[:num] != b_L[:num]).nonzero()
     return int(differs[0]) if len(differs) else num
 
 
 def cut_into_trees(ids: list[Tensor], sequences: list[int], limit: int, costs: Costs | None) -> list[tuple]:
-    """Divides sequences, numbers of `ids`, into trees of at most `limit` tokens, or of one sequence. Returns (tokens,
-    sequences in depth-first order) of each, the smallest tree first; without costs, a tree of each sequence.
+    """Divides sequences (numbers in the list `ids`) into trees of at most `limit` tokens; only a tree of a single
+    sequence may be larger. Returns (tokens, sequences in depth-first order) for each tree, the smallest first. Without
+    costs, every sequence is a tree.
 
-    Sorted by their tokens, sequences that share most are neighbors. Of all ways to cut this row of sequences into
-    trees, it takes the cheapest, by a recursion over where the row ends: best[n] is the best way for the first n."""
+    If the sequences are sorted by their tokens, those that share most are neighbors. Of all ways to cut this row of
+    sequences into trees, the cheapest is found by dynamic programming: best[n] is the best way for the first n."""
     if not costs:
         return sorted((len(ids[s]), [s]) for s in sequences)
     limit = min(limit, costs.widest)
@@ -90,8 +93,8 @@ def cut_into_trees(ids: list[Tensor], sequences: list[int], limit: int, costs: C
 
 
 def places(sequences: list[Tensor]) -> list[Tensor]:
-    """Where the tokens of each of a tree's sequences stand in their line. What a sequence shares with the one before it
-    has the same places: [a b c] and [a b d e] stand at [0 1 2] and [0 1 3 4]."""
+    """The places that the tokens of each sequence of a tree have in their line. Tokens that a sequence shares with the
+    one before it have the same places: [a b c] and [a b d e] are at [0 1 2] and [0 1 3 4]."""
     found = []
     used = 0
     before_L = place_L = torch.arange(0)
@@ -105,8 +108,8 @@ def places(sequences: list[Tensor]) -> list[Tensor]:
 
 
 def positions_and_ends(lines: list[list[Tensor]], width: int) -> dict[str, Tensor]:
-    """From the places of each line's sequences: position_BW, a token's position in its own sequence, and end_BW, the
-    place from which on no token belongs to a sequence with it. In the example above, with a width of 6:
+    """Computes from the places of each line's sequences: position_BW, a token's position in its own sequence, and
+    end_BW: from this place on, no token shares a sequence with it. In the example above, with a width of 6:
 
     position_BW  [[0 1 2 2 3 0]]
     end_BW       [[5 5 3 5 5 6]]"""
@@ -122,7 +125,8 @@ def positions_and_ends(lines: list[list[Tensor]], width: int) -> dict[str, Tenso
 
 
 def windows_of(model: nn.Module) -> dict[str, int]:
-    """{kind of layer: tokens that it looks back}; "" if the model knows no kinds. Empty if it can compute no trees."""
+    """{kind of layer: how many tokens it looks back}. If the model has only one kind, it is "". Empty if the model
+    cannot compute trees."""
     config = model.config.get_text_config()
     kinds = {*(getattr(config, "layer_types", None) or [""])}
     window = getattr(config, "sliding_window", None)
@@ -137,14 +141,15 @@ sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def tree_attention(module, query, key, value, attention_mask, **kwargs):
-    """Transformers' sdpa; in a tree by blocks of queries, each with those keys alone that one of its queries sees: what
-    they have in common, and their own sequences, in place of the whole tree."""
+    """Transformers' sdpa. For a tree, it is called for one block of queries after the other, and with only those keys
+    that at least one query of the block sees: what they have in common, and their own sequences, instead of the whole
+    tree."""
     lines = getattr(attention_mask, "lines", None)
     if lines is None:
         return sdpa(module, query, key, value, attention_mask, **kwargs)
     outputs = []
     for (seen, sizes, masks), *line in zip(lines, query.split(1), key.split(1), value.split(1), strict=True):
-        # All keys at once: backward would add up a tensor of all keys for each block.
+        # One index_select for all blocks: with one for each, backward would add up a tensor of all keys for each block.
         keys, values = (x.index_select(2, seen).split(sizes, 2) for x in line[1:])
         blocks = zip(line[0].split(BLOCK, 2), keys, values, masks, strict=True)
         outputs.append(torch.cat([sdpa(module, *block, **kwargs)[0] for block in blocks], 1))
@@ -155,17 +160,17 @@ ALL_ATTENTION_FUNCTIONS.register("sdpa", tree_attention)
 
 
 def tree_masks(model: nn.Module, end_BW: Tensor, position_BW: Tensor):
-    """What each token of trees sees: a mask, or one for each kind of layer, in the form that Transformers' models take.
-    A window counts the positions of a sequence, not places in the line."""
+    """Makes the mask of which tokens see which in trees, or one for each kind of layer, in the form that Transformers'
+    models take. A window counts positions in a sequence, not places in the line."""
 
     def sees(window, b, head, at, other):  # index tensors
         is_near = position_BW[b, at] - position_BW[b, other] < window
         return (other <= at) & (at < end_BW[b, other]) & is_near
 
     def in_blocks(window):
-        """A mask without elements, which models hand on to tree_attention: no other function can use it."""
+        """A mask without elements, which models pass on to tree_attention. No other function can use it."""
         mask = end_BW.new_empty(num, 1, width, 0, dtype=torch.bool)
-        mask.lines = []  # of each: the keys of all blocks, their numbers, and a mask of each block
+        mask.lines = []  # for each line: the keys of all blocks, how many each block has, and each block's mask
         at_W = torch.arange(width)
         for b in range(num):
             blocks = [sees(window, b, 0, at[:, None], at_W) for at in at_W.split(BLOCK)]

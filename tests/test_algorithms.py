@@ -282,7 +282,7 @@ def test_a_curriculum_has_periods(make_cfg):
     for step, expected in ((1, {0, 2, 4, 6}), (2, set(range(8))), (3, set(range(8))), (4, {0, 2, 4, 6})):
         assert set(picks(order, step)) == expected
     order.periods["easy"] = [0, 1]
-    with pytest.raises(DataError, match="no row of e is left at step 1"):
+    with pytest.raises(DataError, match="no example of e is left at step 1"):
         picks(order, 1)
 
 
@@ -402,7 +402,7 @@ def test_who_is_asked_as_a_teacher(make_cfg, monkeypatch):
     elsewhere = {"base_url": "http://127.0.0.1:9", "model": "large"}
     assert teach(**elsewhere) == ("http://127.0.0.1:9", "large")
     for wrong in ("orchestrator.sampling.temperature=0.5", "trainer.loss=cispo"):
-        with pytest.raises(ConfigError, match="a teacher: needs"):
+        with pytest.raises(ConfigError, match="a teacher needs"):
             teach(wrong)
     Client.tokens = [2]
     with pytest.raises(ConfigError, match="its vocabulary is not the policy's"):

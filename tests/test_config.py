@@ -187,12 +187,12 @@ def test_a_run_has_the_rows_that_it_began_with(tmp_path):
     objects = [np.zeros(2000), np.float32(1), datetime(2026, 1, 1), Decimal(2), {3}, None]
     for start, text in ((0, "b"), (0, "c"), (3, "c"), (3, "b")):
         env = SingleTurnEnv([{"question": "a", "info": {"x": objects, "y": lambda: 0}}], [{"question": text}])
-        other = pytest.raises(ConfigError, match="rows.json: the run has begun with another")
+        other = pytest.raises(ConfigError, match="rows.json: not what the run has begun with")
         with other if (start, text) == (3, "b") else nullcontext():
             keep_examples(tmp_path, {"task": env}, start)
     for i, new in enumerate((np.eye(1, 2000, 1000)[0], np.float32(2), datetime(2026, 1, 2), Decimal(3), {4})):
         rows = [{"question": "a", "info": {"x": [*objects[:i], new, *objects[i + 1 :]], "y": lambda: 0}}]
-        with pytest.raises(ConfigError, match="rows.json: the run has begun with another"):
+        with pytest.raises(ConfigError, match="rows.json: not what the run has begun with"):
             keep_examples(tmp_path, {"task": SingleTurnEnv(rows, [{"question": "c"}])}, 3)
 
 

@@ -192,7 +192,7 @@ def test_composite_checkpoints(family, lora, make_cfg, models, batch, tmp_path):
     (path / "preprocessor_config.json").write_text('{"image_processor_type": "of images"}')
     cfg = make_cfg(f"trainer.use_lora={lora}", model=path)
     if (family, lora) == ("Qwen3_5", "true"):
-        with pytest.raises(ConfigError, match="reaches nothing of .*in_proj_qkv.* in model.layers.N.linear_attn: set"):
+        with pytest.raises(ConfigError, match="adapts none of .*in_proj_qkv.* in model.layers.N.linear_attn: set"):
             trainer.build_policy(cfg)
         cfg = make_cfg("trainer.use_lora=true", 'trainer.lora_target_modules=["all-linear"]', model=path)
     policy = trainer.build_policy(cfg)

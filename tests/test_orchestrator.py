@@ -225,7 +225,7 @@ def test_what_ends_a_run(run, mix):
     assert (run(3, single(lambda: 1.0), "run_name=solved") / "solved").exists()  # which is no error
     with pytest.raises(ConfigError, match="'eval.every' = 1: think_env has no eval_dataset"):
         run(1, SingleTurnEnv(rows(3)), "eval.every=1", "run_name=none")
-    with pytest.raises(DataError, match="evaluation .*, all is lost: ValueError"):
+    with pytest.raises(DataError, match="evaluation .*: all rollouts are lost: ValueError"):
         run(1, single(lambda: None), "eval.every=1", "run_name=lost")
 
 

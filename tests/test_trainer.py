@@ -577,7 +577,7 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(replay, models, tmp_pat
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.01
     save_file(weights, model / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match="model.json: the run has begun with another"):
+    with pytest.raises(ConfigError, match="model.json: not what the run has begun with"):
         replay(saved, *LORA, model=model)
     shutil.copytree(models["untied"], model, dirs_exist_ok=True)
     assert len(lines(replay(saved, *LORA, model=model) / "metrics.jsonl")) == 2

@@ -1,10 +1,10 @@
-"""What vLLM's workers import, by --worker-extension-cls: the WeightReceiver of trainer.py, or of the copy of it with
-which the run trains. The launcher names that file in ROLEMODEL_TRAINER.
+"""vLLM's workers import this file because of --worker-extension-cls. It gives them the WeightReceiver of trainer.py, or
+of the copy that the run trains with; the launcher names the file in ROLEMODEL_TRAINER.
 
 vLLM 0.32 for CPUs, which launch.sh uses on machines without a GPU, packs experts and a tied head for its kernels when
 it first loads them. Unless it is told to repack them after new weights have arrived, it goes on with the old ones."""
 
-import rolemodel.lookup  # noqa: F401  which knows what `trainer` is
+import rolemodel.lookup  # noqa: F401  it knows which file `trainer` is
 from trainer import WeightReceiver
 
 
