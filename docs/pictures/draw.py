@@ -3,8 +3,8 @@
     python docs/pictures/draw.py                                   # timeline.png, tree.png, gpus.png
     python docs/pictures/draw.py --calculator RUN [RUN ...]        # calculator.png, from finished runs
 
-The timeline is computed by the rules of orchestrator.py's head from durations that were made up; the tree by
-rolemodel/trees.py; who owns which GPU by rolemodel/config.py."""
+The timeline follows the rules at the top of orchestrator.py, with made-up durations. The tree is computed by
+rolemodel/trees.py, and rolemodel/config.py says which GPU belongs to which role."""
 
 import sys
 from pathlib import Path
@@ -23,8 +23,8 @@ from tools.show import Lines
 
 COLORS = ["#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#0072b2", "#d55e00"]  # Okabe and Ito's
 TRAIN, SYNC = 3.0, 0.6
-SAMPLE = [3.2, 3.4, 3.1, 3.3, 3.2, 3.4]  # until all groups of a batch are there once
-REPLACE = [0.0, 0.0, 1.6, 0.0, 0.9, 0.0]  # until groups without a gradient are replaced
+SAMPLE = [3.2, 3.4, 3.1, 3.3, 3.2, 3.4]  # until every slot of a batch has its first group
+REPLACE = [0.0, 0.0, 1.6, 0.0, 0.9, 0.0]  # from then on until the groups without a gradient have been replaced
 EVALUATE = {3: 4.4}  # {version: duration}
 
 
@@ -163,7 +163,7 @@ def gpus():
 
 
 def calculator(runs: list[str]):
-    """Right answers to the test questions, by step; bars are 95% intervals over the questions."""
+    """The share of right answers to the test questions at each step. Bars are 95% intervals over the questions."""
     fig, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
     for run, color, marker in zip(runs, COLORS, "os^vD"):
         lines = list(Lines(Path(run) / "eval.jsonl").new())
