@@ -247,9 +247,9 @@ def test_the_policys_fault_is_scored_and_any_other_loses_the_rollout(monkeypatch
         play(raises, "a", forgive=[ValueError, 1])
     with pytest.raises(AgentFailed, match="OSError: no server"):
         play(hides, OSError("no server"), forgive=[Exception])
-    with pytest.raises(AgentFailed, match="was answered nothing"):
+    with pytest.raises(AgentFailed, match="never got an answer"):
         play(lambda: "42")
-    with pytest.raises(AgentFailed, match="was answered nothing"):
+    with pytest.raises(AgentFailed, match="never got an answer"):
         play(endless, None, time_limit=0.3)
     monkeypatch.setattr(endpoint.Chat, "from_chat", lambda reply, body: reply["missing"])
     with pytest.raises(AgentFailed, match="KeyError: 'missing'"):

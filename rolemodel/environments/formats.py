@@ -1,6 +1,6 @@
-"""OpenAI's Responses and Anthropic's Messages, for agents that speak nothing else (rolemodel/environments/endpoint.py).
-vLLM's own converters turn a request into a chat and the reply back, so an agent is trained on the prompt that it will
-have in front of `vllm serve`. Importing them takes seconds."""
+"""OpenAI's Responses and Anthropic's Messages, for agents that use nothing else (rolemodel/environments/endpoint.py).
+vLLM's own converters turn a request into a chat and the reply back, so the policy is trained on the prompts that `vllm
+serve` would make. Importing the converters takes seconds."""
 
 import json
 from functools import cache
@@ -25,7 +25,7 @@ from rolemodel.environments.endpoint import part_of
 
 
 class Responses:
-    """/v1/responses. Nothing is stored, so a request brings its whole conversation, as Codex's do."""
+    """/v1/responses. Nothing is stored, so each request must have the whole conversation, as those of Codex do."""
 
     # Keys that are converted or change nothing.
     KNOWN = set(
@@ -38,14 +38,14 @@ class Responses:
             raise ValueError("previous_response_id: nothing is stored here, send the whole conversation")
         for item in body["input"] if isinstance(body["input"], list) else ():
             parts = item.get("content")
-            if item.get("role") == "assistant" and isinstance(parts, list):  # vLLM takes the first part alone
+            if item.get("role") == "assistant" and isinstance(parts, list):  # vLLM would take only the first part
                 parts[:] = [parts[0] | {"text": "".join(part_of(part, "text") for part in parts)}]
         request = ResponsesRequest.model_validate(body)
         messages = construct_input_messages(request_instructions=request.instructions, request_input=request.input)
         chat = {key: value for key, value in body.items() if key not in Responses.KNOWN}
         chat["messages"] = to_jsonable_python(messages, exclude_none=True)
         for message in chat["messages"]:
-            if isinstance(message.get("content"), list):  # of input_text, which /v1/chat/completions refuses
+            if isinstance(message.get("content"), list):  # input_text, which /v1/chat/completions refuses
                 message["content"] = [{"type": "text", "text": part_of(part, "text")} for part in message["content"]]
         tools = construct_tool_dicts(request.tools, request.tool_choice)
         chat |= {"tools": tools, "tool_choice": to_jsonable_python(request.tool_choice)}
@@ -115,13 +115,13 @@ class Responses:
 
 @cache
 class Converter(AnthropicServingMessages):
-    """vLLM's, set up for the run's chat template as its server does it."""
+    """vLLM's converter, set up for the run's chat template as vLLM's server would do it."""
 
     def __init__(self, model: str, chat_template: str):
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.template = Path(chat_template).read_text() if chat_template else self.tokenizer.get_chat_template()
         self.merges = self._detect_merge_inline_system(self.template)
-        self._disabled_thinking_effort = None  # _get_disabled_thinking_effort() finds it out
+        self._disabled_thinking_effort = None  # _get_disabled_thinking_effort() finds out
 
     async def _render_probe_prompt(self, effort):
         more = {"reasoning_effort": effort, "enable_thinking": effort != "none", "add_generation_prompt": True}
@@ -155,13 +155,13 @@ class Messages:
     def from_chat(reply: dict, body: dict) -> dict:
         chat = ChatCompletionResponse.model_validate(reply)
         for tool_call in chat.choices[0].message.tool_calls:
-            # A tool must be called with a JSON object: the agent reports what is wrong with this one.
+            # Arguments must be a JSON object. Others are put into one, and the agent will report what is wrong.
             tool_call.function.arguments = tool_call.function.arguments or "{}"
             try:
                 dict(**json.loads(tool_call.function.arguments))
             except (TypeError, ValueError):
                 tool_call.function.arguments = json.dumps({"arguments": tool_call.function.arguments})
-        found = AnthropicServingMessages.messages_full_converter(None, chat)  # it makes no use of its server
+        found = AnthropicServingMessages.messages_full_converter(None, chat)  # it does not use its `self`
         return {"stop_sequence": None} | found.model_dump(mode="json", exclude_none=True)
 
     def events(reply: dict, body: dict):

@@ -32,12 +32,12 @@ DIRECT = dict.fromkeys(["all://127.0.0.1", "all://localhost", "all://[::1]"])
 
 
 class Judge:
-    """A reward function: the mean of all models' scores, from 0 to 1. If a model gives no score, it raises; the rollout
-    is then discarded and never counts as 0.
+    """A reward function: the mean of all models' scores, from 0 to 1. If a model gives no score, it raises. The rollout
+    is then lost, and never counts as 0.
 
     judge_models: their names. base_url: the server's address; None: openai's, or what OPENAI_BASE_URL says.
     template: text with {prompt}, {completion} and {answer}. A reply must end with <score>x</score>, x from 0 to scale.
-    sampling: further keys of the requests. name: in metrics, where two judges need two.
+    sampling: further keys of the requests. name: its name in metrics; two judges need two.
 
     The openai library retries 429, 5xx and lost connections with backoff and honors Retry-After. The key comes from
     OPENAI_API_KEY."""
@@ -80,7 +80,8 @@ class Judge:
         return sum(scores) / len(scores)
 
     def fenced(self, text: str) -> str:
-        """The text, with a space in whatever looks like one of the template's tags: the policy must not close them."""
+        """The text, with a space in whatever looks like one of the template's tags, so that the policy cannot close
+        them."""
         return re.sub(rf"<(?=/?\s*(?:{self.tags})\s*>)", "< ", text, flags=re.IGNORECASE)
 
     async def ask(self, model: str, text: str) -> float:
@@ -91,7 +92,7 @@ class Judge:
         content = without_thoughts(reply.choices[0].message.content or "")
         # Judges also write [8], **8**, 8/10 and 8 out of 10.
         out_of = rf"(?:(?:/|out of)\s*{self.scale:g}[\s*\]]*)?"
-        end = r"(?:</?\w+>|<\|\w+\|>|```|[\s.*])*$"  # of the reply: no words, but other tags or the end of a block
+        end = r"(?:</?\w+>|<\|\w+\|>|```|[\s.*])*$"  # then no more words, only other tags or the end of a block
         form = rf"<score>[\s*\[]*{NUMBER}[\s*\]]*{out_of}\.?</score>{end}"
         found = re.search(form, content, re.IGNORECASE)
         if not found or not 0 <= float(found[1]) <= self.scale:

@@ -17,11 +17,11 @@ THOUGHTS = {"think", "reasoning"}
 
 
 def without_thoughts(text: str, tags=THOUGHTS) -> str:
-    """The text as a grader should read it, stripped: what stands in <think> or <reasoning> is no answer. A thought
+    """The text as a grader should read it, stripped. What is inside <think> or <reasoning> is not an answer. A thought
     without an end was cut off, and one without a beginning was opened by the template, in the prompt.
 
-    A template that opens a thought leaves no tag at all in one that was cut off: set inference.args.reasoning_parser,
-    which takes thoughts out of the content."""
+    If the template opened a thought and it was then cut off, there is no tag at all. To recognize this, set
+    inference.args.reasoning_parser, which takes thoughts out of the content."""
     for tag in tags:
         text = re.sub(f"<{tag}>.*?</{tag}>", "", text, flags=re.DOTALL)
         text = text.rpartition(f"</{tag}>")[2].partition(f"<{tag}>")[0]
@@ -30,7 +30,7 @@ def without_thoughts(text: str, tags=THOUGHTS) -> str:
 
 def number(text: str | None) -> Decimal | None:
     """A text such as "$1,200.50" as a Decimal, or None if it is not a single number. Decimals are equal with or without
-    zeros at the end, and unlike floats never because of rounding."""
+    zeros at the end and, unlike floats, are never equal because of rounding."""
     plain = (text or "").replace("\u2212", "-").replace("{,}", ",")
     plain = re.sub(r"\\?\$\s*", "", plain).strip().rstrip(".,")
     is_number = re.fullmatch(r"[-+]?(([0-9]+|[0-9]{1,3}(,[0-9]{3})+)(\.[0-9]*)?|\.[0-9]+)", plain)
@@ -45,8 +45,8 @@ class XMLParser:
         self.answer_field = answer_field
 
     def parse(self, text: str, last: bool = False) -> SimpleNamespace:
-        """Returns a namespace with an attribute per tag: its first (or last) content, stripped, or None. Only thoughts
-        are looked for in thoughts."""
+        """Returns a namespace with an attribute per tag: its first (or last) content, stripped, or None. What is inside
+        a thought is ignored, unless the tag is itself that of a thought."""
         found = {}
         for tag in [tag for field in self.fields for tag in field]:
             where = text if tag in THOUGHTS else without_thoughts(text)
@@ -76,8 +76,9 @@ class XMLParser:
         return "\n".join(f"<{name}>\n...\n</{name}>" for name in names)
 
     def follows_format(self, text: str) -> float:
-        """Half is for the share of fields that occur exactly once, half for nothing but the fields, in order. A
-        thought that is no field does not count: some models begin with one whatever they are told."""
+        """From 0 to 1. Half is the share of fields that occur exactly once, and half is for a text that has nothing but
+        the fields, in order. A thought that is not a field is ignored, since some models begin with one whatever they
+        are told."""
         text = without_thoughts(text, THOUGHTS.difference(*self.fields))
         num_once = 0
         patterns = []
@@ -102,9 +103,9 @@ class XMLParser:
 
 def extract_boxed_answer(text: str) -> str:
     r"""Returns the content of the last \boxed{...} that is closed, with balanced braces, or the whole text if there is
-    none. \{ and \} are no braces. What stands in a thought is no answer."""
+    none. \{ and \} do not count as braces, and thoughts are ignored."""
     text = without_thoughts(text)
-    opened = []  # braces: where the content of a box begins, or -1
+    opened = []  # for each open brace: where the content of its box begins, or -1
     last = -1
     answer = text
     for match in re.finditer(r"\\boxed\{|\\.|[{}]", text, re.DOTALL):

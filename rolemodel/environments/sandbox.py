@@ -85,7 +85,7 @@ class CannotContain(ConfigError):
 
 
 class Sandbox:
-    """run(code) returns text. The constructor raises CannotContain.
+    """run(code) returns text. The constructor raises CannotContain if this machine cannot contain code.
 
     hide: directories that the code must not see, wherever they are.
     allow_unsandboxed: print a warning and run the code without a sandbox."""
@@ -144,7 +144,7 @@ class Sandbox:
     def command(self, code: str, timeout_s: float) -> list[str]:
         python = f"{self.python} -I -c".split()
         clock = f"timeout --foreground --signal=KILL {timeout_s:g}"
-        limits = f"{LIMITS} --cpu={math.ceil(timeout_s) + 1}"  # the clock comes first
+        limits = f"{LIMITS} --cpu={math.ceil(timeout_s) + 1}"  # so that the clock ends it first
         if not self.script:
             return [*f"{self.user} {clock} {limits}".split(), *python, code]
         env = "env -i PATH=/usr/bin:/bin HOME=/tmp LANG=C.UTF-8"
@@ -220,7 +220,7 @@ def bind_read_only(path: str) -> list[str]:
     mounts = [(mount.mountpoint, mount.opts.split(",")) for mount in psutil.disk_partitions(all=True)]
     below = [point for point, _ in mounts if point != path and is_inside(point, [path])]
     for point in [path, *below]:
-        # The longest mount point above it is the one it belongs to.
+        # It belongs to the longest mount point above it.
         above = [mount for mount in mounts if is_inside(point, [mount[0]])]
         _, options = max(above, key=lambda mount: len(mount[0]))
         if "ro" not in options:
@@ -231,8 +231,8 @@ def bind_read_only(path: str) -> list[str]:
 
 
 def wait(process: subprocess.Popen, timeout_s: float):
-    """Waits until a process has ended, but no longer than timeout_s. It stays a zombie: no other process can get its
-    number."""
+    """Waits until a process has ended, but no longer than timeout_s. The process stays a zombie, so that no other
+    process can get its number."""
     handle = os.pidfd_open(process.pid)
     try:
         poll = select.poll()
@@ -245,8 +245,8 @@ def wait(process: subprocess.Popen, timeout_s: float):
 def end(process: subprocess.Popen):
     """Kills what is left of a process, and reaps it.
 
-    Its child goes first: it is pid 1 of the sandbox, which is dead once all its processes are, and only then does
-    `unshare` end."""
+    Its child is killed first. This is pid 1 of the sandbox, which only ends after all the other processes in it; then
+    `unshare` ends as well."""
     file = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     children = file.read_text().split() if file.exists() else []
     for child in children:
@@ -259,8 +259,8 @@ def end(process: subprocess.Popen):
 
 
 def report(out, err, returncode: int, stopped: str) -> str:
-    """The text that the model gets to see: what was printed, the errors, and how it ended. Of large files it reads only
-    the part that it shows."""
+    """The text that the model gets to see: what was printed, the errors, and how it ended. Only the part that is shown
+    is read from large files."""
     limit = MAX_OUTPUT - 2 * MAX_ERRORS
     size = os.fstat(out.fileno()).st_size
     printed = text(os.pread(out.fileno(), MAX_OUTPUT, 0), limit)

@@ -1,5 +1,5 @@
-"""The process in which tasksets of verifiers 0.4 run, in a venv of its own: verifiers_v1.py starts one for an
-environment. It imports nothing of ours. A JSON object a line; `id` says which question a line answers.
+"""The process in which tasksets of verifiers 0.4 run, in a venv of its own: verifiers_v1.py starts one for each
+environment. It imports nothing of ours. Each line is a JSON object, and `id` says which question it asks or answers.
 
     in   {"id": 0, "config": {"taskset": {"id": "my-tasks"}}, "harness": "", "num_rows": 0, "time_limit": 0.0}
     out  {"id": 0, "rows": [{"question": text, or "prompt": messages, "answer": text, "info": {"task": 3}}, ...]}
@@ -35,8 +35,8 @@ RUNNING = {}  # id of a question: asyncio.Task
 
 
 class InProcess(vf.Harness[vf.HarnessConfig]):
-    """A chat with tools, like verifiers' harness "null", in this event loop. A program would cost each rollout a second
-    of a core."""
+    """A chat with tools, like verifiers' harness "null", in this event loop. A program of its own would cost each
+    rollout a second of a core."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -48,7 +48,7 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
         try:
             await self.chat(*args)
         except openai.APIStatusError as e:
-            # What there is gets scored if the policy has used up its context or its requests.
+            # If the policy has used up its context or its requests, what there is gets scored.
             if not is_context_overflow(e) and "rollout_over" not in str(e):
                 raise
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
@@ -72,7 +72,7 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
 
 
 def messages_of(data):
-    """What a task's conversation begins with, as requests have it."""
+    """The messages with which a task's conversation begins, as in requests."""
     prompt = data.prompt or []
     if isinstance(prompt, str):
         prompt = [vf.UserMessage(content=prompt)]
@@ -96,15 +96,15 @@ async def result_of(function, places, connections):
 
 
 class Policy(vf.EvalClientConfig):
-    """The endpoint of a rollout. verifiers keeps a client for each configuration for ever. Without the address all
-    rollouts have the same."""
+    """The endpoint of a rollout. verifiers keeps a client for each configuration for ever. Since the address is
+    excluded, all rollouts have the same configuration."""
 
     base_url: str = Field(exclude=True)
     api_key_var: str = "NO_KEY"
 
 
 def register(server, session):
-    """InterceptionServer.register, after which each request tells the endpoint whose it is."""
+    """InterceptionServer.register, but each request also tells the endpoint which agent it comes from."""
     keys = REGISTER(server, session)
     if isinstance(session.ctx.client, Policy):
         agent = session.trace.agent
@@ -139,7 +139,7 @@ async def answer(number, question, answers):
 
 async def load(config, harness, num_rows, time_limit):
     """Loads tasks, and starts the servers that rollouts share."""
-    own = {"runtime": {"type": "subprocess"}, "timeout": {"rollout": time_limit or None}}  # the default is a cloud
+    own = {"runtime": {"type": "subprocess"}, "timeout": {"rollout": time_limit or None}}  # a cloud by default
     kind = vf.env_config_type(config["taskset"]["id"], config.get("id", ""))
     for role in agent_config_fields(kind.model_construct()):
         config[role] = {"harness": {"id": harness or "__main__"}} | own | config.get(role, {})
@@ -152,7 +152,7 @@ async def load(config, harness, num_rows, time_limit):
 
 
 def add(env, task):
-    """Returns the row of a task."""
+    """Adds a task, and returns its example."""
     data = task.data
     row = {"info": {"task": len(TASKS)}, "answer": str(getattr(data, "answer", ""))}
     TASKS.append((env, task))
