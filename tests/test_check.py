@@ -65,7 +65,7 @@ def test_a_server_that_does_not_follow_a_sync_is_noticed(dtype, discard, beside_
 @pytest.mark.parametrize("env, problem", [
     (SingleTurnEnv(ROWS, rubric=Rubric([letters])), ""),
     (Turns(ROWS, max_turns=2, rubric=Rubric([letters])), "of 12 rollouts of several turns fork"),  # which ones: chance
-    (SingleTurnEnv(ROWS, rubric=Rubric()), "3 groups, 3 flat; mean reward 0.000 (0 to 0): take easier rows"),
+    (SingleTurnEnv(ROWS, rubric=Rubric()), "3 groups, 3 flat; mean reward 0.000 (0 to 0): take easier examples"),
     (SingleTurnEnv(ROWS, rubric=Rubric([len])), "12 of 12 rollouts were lost, mostly: TypeError: len() takes"),
 ])  # fmt: skip
 def test_a_task_from_which_nothing_can_be_learned_is_named(env, problem, beside_a_server, capfd, monkeypatch, tmp_path):

@@ -197,7 +197,7 @@ def test_runs_that_exist_already(study, tmp_path):
     assert "b, seed 1 is not finished" in text
     (tmp_path / "out" / "low-seed0" / "rows.json").write_text('{"e.dataset": "1", "e.eval_dataset": "2"}')
     compare.main(argv)
-    assert "evaluated on different rows" in (text := (out / "compare.md").read_text()) and "a and b" not in text
+    assert "evaluated on different examples" in (text := (out / "compare.md").read_text()) and "a and b" not in text
 
 
 def test_arms_are_compared_on_the_rows_that_all_have_scored(tmp_path):
@@ -214,7 +214,7 @@ def test_arms_are_compared_on_the_rows_that_all_have_scored(tmp_path):
     compare.main(["--runs", *runs, "--out", f"{tmp_path}/out"])
     text = (tmp_path / "out" / "compare.md").read_text()
     assert "| whole | 3 | 1.000 |" in text and "short and whole: no difference can be claimed (0.000; 3 seeds" in text
-    assert "short, seed 0: its last evaluation lost 2 rollouts. No run's lost row counts." in text
+    assert "short, seed 0: its last evaluation lost 2 rollouts. Examples that any run has lost do not count." in text
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

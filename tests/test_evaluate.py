@@ -106,7 +106,7 @@ def test_a_report_is_over_the_same_examples_throughout(capsys):
     evaluate.print_report("e", groups, 2)
     shown = capsys.readouterr().out
     assert "pass@1 0.750" in shown and "pass@2" not in shown
-    assert "3 rollouts have no reward and count in reward/lost_as_0 alone: its prompt is too long" in shown
+    assert "3 rollouts have no reward and count only in reward/lost_as_0: its prompt is too long" in shown
 
 
 # --- batches from data ------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def printed(capfd, start):
     ({"policy/kl_sampler": 0.09}, ""),
     ({"policy/kl_sampler": 0.2}, "KL(sampler || policy) is 0.20 nats per token: lower trainer.learning_rate"),
     ({"time/wait_batch_s": 0.6, "time/dropped_s": 0.4, "time/eval_s": 0.1},
-     "the trainer waits 60% of the time, mostly for groups in place of those without a gradient"),
+     "the trainer waits 60% of the time, mostly for replacements of groups without a gradient"),
     ({"time/wait_batch_s": 0.6}, "the trainer waits 60% of the time, mostly for rollouts: raise inference.gpus"),
 ])  # fmt: skip
 def test_a_warning_names_the_key_to_change(numbers, warning, write, capfd):
@@ -113,7 +113,7 @@ def test_a_run_that_is_done(write, capfd):
     (run / "done").write_text("60")
     watch.main([str(run)])
     out = capfd.readouterr().out
-    assert "=== step 5, task, row 1, rollout 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
+    assert "=== step 5, task, example 1, rollout 1: reward 1.000 (exact 0.5)\n" in out and "\x1b" not in out
     assert (
         "time: 12 s, 70% training, 20% syncing, 10% waiting (10% for rollouts)\ntime: bound by training: raise" in out
     )

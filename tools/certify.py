@@ -1,15 +1,16 @@
-"""Checks the properties of a loss or an advantage in seconds, on random numbers in float64: no model, no run.
+"""Checks the properties of a loss or an advantage on random numbers in float64. This takes seconds, and needs no model.
 
     python tools/certify.py losses:gspo epsilon=0.001                    # as trainer.loss and trainer.loss_args
     python tools/certify.py advantages:maxrl                             # as orchestrator.advantage
-    python tools/certify.py cispo grpo losses:sapo --picture losses.png  # how far a token is pushed, over its ratio
+    python tools/certify.py cispo grpo losses:sapo --picture losses.png  # how far a token is pushed, against its ratio
 
-A line per property: PASS, FAIL, or what it is, where more than one is right. The loss is called by
-trainer.compute_loss, on micro-batches by trainer.collate, and log-probabilities take the place of parameters; an
-advantage by orchestrator.add_advantages. A loss in a changed copy of trainer.py is my_trainer:NAME.
+It prints a line for each property: PASS or FAIL, or, where there is more than one right way, which one this is. A loss
+is called through trainer.compute_loss, on micro-batches that trainer.collate makes, with log-probabilities in place of
+parameters. An advantage is called through orchestrator.add_advantages. A loss in a changed copy of trainer.py is
+my_trainer:NAME.
 
-A token's weight is -d loss / d logp x num_tokens / A. Averaged over tokens, REINFORCE has weight 1. Exit codes: 2 if it
-cannot be called, 4 if a line says FAIL."""
+A token's weight is -d loss / d logp x num_tokens / A. For REINFORCE, averaged over tokens, it is 1. Exit codes: 2 if
+the function cannot be called, 4 if a line says FAIL."""
 
 import inspect
 import math
@@ -34,7 +35,7 @@ from tools.plot import STYLES
 
 RATIOS = np.exp(np.linspace(-3, 3, 241))
 MAX_TOKENS = 16  # of an answer
-# What a batch says of a sequence: a value, and another, at which a mask or a weight would show.
+# What a batch says about a sequence: a value, and another one, at which a mask or a weight would show.
 FIELDS = {"turn": (0, 3), "num_turns": (4, 1), "truncated": (0, 1), "staleness": (0, 20), "temperature": (1, 0.5)}
 FIELDS |= {"top_k": (0, 9), "reward": (1, 0), "num_tokens": (8, 100), "version": (20, 0), "taught": (0, 1)}
 FIELDS |= {name: (0, 1) for name in ("example", "slot", "member", "attempt")}
@@ -44,7 +45,7 @@ class Report(list):
     """Lines: (PASS, FAIL or "", the property, details)."""
 
     def add(self, verdict: bool | None, what: str, details: str, hint=""):
-        """hint: what a FAIL may come from."""
+        """hint: a possible cause of a FAIL."""
         details += f": {hint}" if hint and verdict is False else ""
         self.append(({True: "PASS", False: "FAIL"}.get(verdict, ""), what, details))
 
@@ -59,7 +60,7 @@ def change(new: Tensor, old: Tensor) -> float:
 
 
 class Loss(NamedTuple):
-    """What trainer.compute_loss reads of [trainer]."""
+    """The keys of [trainer] that trainer.compute_loss reads."""
 
     loss: str
     loss_args: dict
@@ -69,8 +70,8 @@ class Loss(NamedTuple):
 
 
 def make_batch(sizes: list[int], adv: list[float], **more: list) -> dict:
-    """The fields of a batch, and its `lens`. Each sequence has a prompt of two tokens, `sizes` loss tokens, and between
-    these one that the environment said. more: further values by sequence."""
+    """The fields of a batch, and its `lens`. Each sequence has a prompt of two tokens, `sizes` loss tokens, and in the
+    middle of these one token of the environment. more: further values for each sequence."""
     draw = torch.Generator().manual_seed(0)
     lens = [size + 3 for size in sizes]
     masks = [torch.tensor([0, 0] + [1] * (size // 2) + [0] + [1] * (size - size // 2)) for size in sizes]
@@ -78,7 +79,7 @@ def make_batch(sizes: list[int], adv: list[float], **more: list) -> dict:
     batch = {"lens": lens, "tokens": torch.arange(sum(lens)), "mask": torch.cat(masks).bool()}
     batch |= {"old_logp": old_T, "prox_logp": old_T, "ref_logp": old_T}
     batch["entropy"] = torch.linspace(1, 2, len(old_T), dtype=torch.float64)
-    # A head of one other token, on which policy and sampler agree: what is left of score centering is its call.
+    # A head with one other token, on which policy and sampler agree, so that score centering can be called and is 0.
     batch |= {"head_ids": torch.zeros(len(old_T), 1, dtype=torch.long)}
     batch["head_logp"] = batch["old_head_logp"] = torch.full((len(old_T), 1), -3.0, dtype=torch.float64)
     values = {name: [value] * len(lens) for name, (value, _) in FIELDS.items()}
@@ -89,8 +90,9 @@ def make_batch(sizes: list[int], adv: list[float], **more: list) -> dict:
 
 
 def step(loss: Loss, batch: dict, logp_T: Tensor, parts=None, wider=0) -> tuple[float, Tensor]:
-    """The loss of an optimizer step and its gradients by logp and by entropy, accumulated over micro-batches: `parts`,
-    the rows of each, padded by `wider` tokens more than needed. [] is that of a rank which has no rows in this pass."""
+    """The loss of an optimizer step and its gradients with respect to logp and entropy, accumulated over micro-batches.
+    parts: the sequences of each micro-batch; [] stands for a rank that has none in this pass. wider: how many more
+    tokens of padding than needed."""
     lens = batch["lens"]
     fields = {name: x_T for name, x_T in batch.items() if name not in ("lens", "entropy")}
     fields["is_sampled"] = fields["mask"] & ~fields["old_logp"].isnan()
@@ -99,7 +101,7 @@ def step(loss: Loss, batch: dict, logp_T: Tensor, parts=None, wider=0) -> tuple[
     counts["num_sequences"] = fields["share"][starts].sum().item()
     logp_T = logp_T.clone().requires_grad_()
     entropy_T = batch["entropy"].clone().requires_grad_()
-    total = 0.0 * (logp_T.sum() + entropy_T.sum())  # a loss may use but one of them
+    total = 0.0 * (logp_T.sum() + entropy_T.sum())  # a loss may use only one of them
     for rows in parts or [[*range(len(lens))]]:
         given = fields if rows else fields | {"mask": torch.zeros_like(fields["mask"])}  # as trainer.make_micros does
         rows = rows or [0]
@@ -112,8 +114,9 @@ def step(loss: Loss, batch: dict, logp_T: Tensor, parts=None, wider=0) -> tuple[
 
 
 def push_curves(loss: Loss) -> dict[float, np.ndarray]:
-    """{1 and -1, the advantage: the weight at each of RATIOS, relative to that at 1}, without what the loss does at an
-    advantage of 0. Each ratio has a sequence of one token, to which the sampler gave a probability of 0.3."""
+    """{advantage (1 or -1): the weight at each of RATIOS, relative to the weight at a ratio of 1}, without what the
+    loss does at an advantage of 0. For each ratio there is a sequence of one token, to which the sampler gave a
+    probability of 0.3."""
     curves = {}
     for adv in (1.0, -1.0):
         batch = make_batch([1] * len(RATIOS), [adv] * len(RATIOS))
@@ -126,7 +129,7 @@ def push_curves(loss: Loss) -> dict[float, np.ndarray]:
 
 
 def spans(is_true: np.ndarray) -> str:
-    """The ratios at which it is true."""
+    """The ranges of ratios at which it is true."""
     edges = np.flatnonzero(np.diff([0, *is_true.astype(int), 0]))
     found = [(RATIOS[first], RATIOS[end - 1]) for first, end in zip(edges[::2], edges[1::2])]
     return ", ".join(f"{low:.2g} to {high:.2g}" for low, high in found) or "none"
@@ -143,14 +146,14 @@ def certify_loss(loss: Loss) -> Report:
     batch = make_batch(sizes, [1.0, -0.5, 0.0, 2.0, -1.5, 0.7])
     old_T, adv_T, mask_T = batch["old_logp"], batch["adv"], batch["mask"]
     row_T = torch.arange(len(sizes)).repeat_interleave(torch.tensor(batch["lens"]))
-    # 1. Extremes. Nothing else is asked of what is not finite.
+    # 1. Extremes. If anything is not finite, nothing else is checked.
     for shift, size in product((0.0, -50.0, 50.0, -1e4, 1e4), (0.0, 1e4, -1e4)):
         value, gradient_2T = step(loss, batch | {"adv": torch.full_like(adv_T, size)}, old_T + shift)
         if not (math.isfinite(value) and gradient_2T.isfinite().all()):
             report.add(False, "finite", f"not at logp - old_logp = {shift:g}, A = {size:g}")
             return report
     report.add(True, "finite", "at log-ratios of 10,000 and advantages of 10,000")
-    # 2. What must not matter, near the sampler, where no narrow clip hides it, and far from it.
+    # 2. What must not matter. This is checked near the sampler, where no narrow clip hides it, and far from it.
     noise_T = torch.randn(len(old_T), generator=torch.Generator().manual_seed(1))
     near_T, far_T = old_T + 1e-4 * noise_T, old_T + 0.3 * noise_T
     others = {name: torch.where(row_T % 2 == 1, *map(float, FIELDS[name][::-1])) for name in FIELDS}
@@ -158,7 +161,7 @@ def certify_loss(loss: Loss) -> Report:
     mixed = batch | others
     ways = {
         "micro-batches, ranks, accumulation": {"parts": [[0], [1, 4], [2, 3, 5]]},
-        "a rank without rows": {"parts": [[*range(6)], []]},
+        "a rank without sequences": {"parts": [[*range(6)], []]},
         "the order of sequences": {"parts": [[3, 5, 1, 0, 2, 4]]},
         "padding": {"wider": 9},
     }
@@ -166,7 +169,7 @@ def certify_loss(loss: Loss) -> Report:
         both = [(step(loss, mixed, x_T, **how)[1], step(loss, mixed, x_T)[1]) for x_T in (near_T, far_T)]
         moved = max(change(*pair) for pair in both)
         details = f"the gradient changes by {moved:.1e} of its largest value"
-        report.add(moved < 1e-9, f"does not depend on {what}", details, "does it divide by what a micro-batch has?")
+        report.add(moved < 1e-9, f"does not depend on {what}", details, "does it divide by a micro-batch's number?")
     # 3. The gradient where the policy is still the sampler.
     trained_T = mask_T & (adv_T != 0)
 
@@ -189,12 +192,12 @@ def certify_loss(loss: Loss) -> Report:
         "a mean over tokens": torch.ones_like(weight_N),
         "a mean over sequences: tokens of long answers weigh less": per_sequence / size_N,
         "over num_sequences x max_tokens": torch.full_like(weight_N, per_sequence / MAX_TOKENS),
-        "RAFT++: tokens with A > 0 weigh alike": (adv_T > 0)[trained_T] / adv_T[trained_T],
+        "RAFT++: all tokens with A > 0 weigh the same": (adv_T > 0)[trained_T] / adv_T[trained_T],
     }
     kind = [what for what, mean_N in means.items() if change(weight_N, mean_N) < 1e-6]
-    details = f"weight {weight_N.min():.3g} to {weight_N.max():.3g}, {(kind or ['no mean that is known'])[0]}"
+    details = f"weight {weight_N.min():.3g} to {weight_N.max():.3g}, {(kind or ['none of the known means'])[0]}"
     details += f", depends on {' and '.join(depends)}" if depends else ""
-    # Methods may weigh tokens by their entropy.
+    # Some methods weight tokens by their entropy.
     is_right = None if "the entropy" in depends else bool(kind) and ("RAFT" in kind[0] or not depends)
     hint = "is the ratio not detached?" if "logp" in depends else ""
     report.add(is_right, "where logp = old_logp it is REINFORCE", details, hint)
@@ -204,16 +207,16 @@ def certify_loss(loss: Loss) -> Report:
             value = "old_logp - 1" if name.endswith("logp") else f"{other_T[-1]:.3g}"
             details = f"{other_N[row_T[trained_T] % 2 == 1].mean():.3g} on average where it is {value}"
             report.add(None, f"the weight depends on {name}", details)
-    # 4. Where A = 0, a KL and the entropy are left.
+    # 4. Where A = 0, only a KL and an entropy bonus are left.
     still = batch | {"adv": 0 * adv_T}
     pulls = [step(loss, still, old_T + shift)[1][0].abs().sum().item() for shift in (0, 1e-3, 1)]
     report.add(pulls[0] == 0, "no gradient where A = 0 and logp = old_logp", f"{pulls[0]:.1e}")
     logp_T, entropy_T = step(loss, still, far_T)[1]
     toward = f"toward old_logp, at a log-ratio of 1 by {pulls[2] / (1e3 * pulls[1] or 1):.2f} of a square's (k3: 0.63)"
     details = directions(logp_T * noise_T, toward, "away from old_logp")
-    report.add(False if "away" in details else None, "gradient where A = 0 and logp is another", details)
+    report.add(False if "away" in details else None, "gradient where A = 0 and logp is not old_logp", details)
     report.add(None, "gradient through the entropy, where A = 0", directions(-entropy_T, "raises it", "lowers it"))
-    # 5. Rollouts, of which nothing can be said if their tokens' weights depend on what they are.
+    # 5. Whole rollouts. If the weight depends on the token, these checks would prove nothing.
     if weight_N.any() and not depends:
         small, large = (make_batch(sizes, [1.0] * len(sizes)) for sizes in ([4, 16], [4, 16] * 2))
         ratio = (step(loss, large, large["old_logp"])[1].sum() / step(loss, small, small["old_logp"])[1].sum()).item()
@@ -228,9 +231,10 @@ def certify_loss(loss: Loss) -> Report:
     both = [step(loss, mixed | given, near_T)[1][0][drawn_T] for given in (unknown, {"mask": drawn_T})]
     moved = change(*(x_N / x_N.norm().clamp(min=1e-300) for x_N in both))
     report.add(moved < 1e-9, "imitated tokens (old_logp is nan) leave the others alone", f"changes by {moved:.1e}")
-    # 7. Over the ratio.
+    # 7. The weight against the ratio.
     curves = push_curves(loss)
-    ends = [curve[[0, -1]][:: int(adv)] == 0 for adv, curve in curves.items()]  # gone against A, and with it
+    # Is the weight 0 where the ratio has gone furthest against A, and where it has gone furthest with A?
+    ends = [curve[[0, -1]][:: int(adv)] == 0 for adv, curve in curves.items()]
     is_max = all(against and not along for against, along in ends)
     for (adv, curve), (is_masked, _) in zip(curves.items(), ends):
         sign = "A > 0" if adv > 0 else "A < 0"
@@ -269,7 +273,7 @@ def certify_advantage(advantage: Callable) -> Report:
     report = Report()
 
     def of(rewards, **more) -> np.ndarray:
-        """[rollouts, turns]"""
+        """The advantages [rollouts, turns]."""
         group = make_group(np.array(rewards, float), **more)
         orchestrator.add_advantages(group, advantage)
         return np.array([r.sequences[0].adv for r in group])
@@ -277,7 +281,7 @@ def certify_advantage(advantage: Callable) -> Report:
     rng = np.random.default_rng(0)
     rewards_G = rng.random(8)
     first = of(rewards_G)
-    # 1. Extremes. Nothing else is asked of what is not finite.
+    # 1. Extremes. If anything is not finite, nothing else is checked.
     zeros = [0.0] * 7
     cases = ([*zeros, 0.0], [1.0, 1.0], [0.0, 1.0], [*zeros, 1.0], [*zeros, 1e-9], [*zeros, 1e12], rewards_G)
     worst = [r_G for r_G in cases if not np.isfinite(of(r_G)).all()]
@@ -297,7 +301,7 @@ def certify_advantage(advantage: Callable) -> Report:
         report.add(min(counts.values()) > 0 if learns else None, f"success less failure, groups of {num}", details)
     # 3. What must not matter.
     remembers = np.abs(of(rewards_G) - first).max() > 1e-9
-    details = "yes, or it draws at random, so how it depends on one is not asked" if remembers else "no"
+    details = "yes, or it draws at random, so how it depends on one group is not checked" if remembers else "no"
     report.add(None, "it remembers other groups", details)
     if remembers:
         return report
@@ -306,8 +310,8 @@ def certify_advantage(advantage: Callable) -> Report:
         if np.abs(moved).max() > 1e-9:
             report.add(None, f"depends on {name}", f"{moved[1::2].mean():.2g} more where it is {FIELDS[name][1]}")
     if not learns:
-        details = f"advantages up to {np.abs(first).max():.2g}; nothing else is asked of it"
-        report.add(None, "no success is learned from: a control, or a teacher's", details)
+        details = f"advantages up to {np.abs(first).max():.2g}; nothing else is checked"
+        report.add(None, "it learns nothing from success: a control, or for use with a teacher", details)
         return report
     orders = [rng.permutation(8) for _ in range(9)]
     moved = max(np.abs(of(rewards_G[order]) - first[order]).max() for order in orders)
@@ -320,17 +324,17 @@ def certify_advantage(advantage: Callable) -> Report:
     else:
         earned = np.eye(8, 3)
         adv_K = of(earned.sum(1), state=[{"turn_rewards": own} for own in earned.tolist()])[1]
-        what = "what the second turn earns is the first two's, not the third's"
+        what = "what the second turn earns is credited to the first two, not the third"
         is_right = None if np.ptp(adv_K) < 1e-9 else (adv_K > 0).tolist() == [True, True, False]
         report.add(is_right, what, ", ".join(f"{adv:.2g}" for adv in adv_K))
-    # 4. The function of the rewards.
+    # 4. How it depends on the rewards.
     draws = rng.random((100, 8))
     rises, slight = ([of(r_G + x * np.eye(8)[0])[0, 0] - of(r_G)[0, 0] for r_G in draws] for x in (0.5, 0.001))
     details = f"0.5 more: {np.mean(rises):.2f} more; 0.001 more changes it in {np.count_nonzero(slight)}%"
     report.add(min(rises) >= 0, "a higher reward has no lower advantage", details)
     report.add(None, "sum of a group's advantages (0: the baseline is the mean)", f"{first[:, 0].sum():.2g}")
     rest = max(np.abs(of([0.1] * num)).max() for num in range(2, 17))
-    report.add(None, "largest of equal rewards (else than 0: no baseline, or a tiny epsilon)", f"{rest:.2g}")
+    report.add(None, "largest advantage of equal rewards (not 0: no baseline, or a tiny epsilon)", f"{rest:.2g}")
     report.add(None, "all rewards 10 higher", f"changes it by {np.abs(of(rewards_G + 10) - first).max():.2g}")
     ratio = np.abs(of(2 * rewards_G)).sum() / np.abs(first).sum()
     report.add(None, "all rewards twice as large", f"{ratio:.2g} times as large (1 or 2 is usual)")
@@ -342,7 +346,7 @@ def certify_advantage(advantage: Callable) -> Report:
 
 def certify(name: str, args: dict) -> Report:
     """The report on a loss or an advantage. Raises ConfigError if it cannot be called as one."""
-    torch.set_default_dtype(torch.float64)  # also of what it makes
+    torch.set_default_dtype(torch.float64)  # for what the function makes, too
     try:
         function = find_function(name, trainer.LOSSES | orchestrator.ADVANTAGES)
         parameters = inspect.signature(function).parameters.values()
@@ -351,7 +355,7 @@ def certify(name: str, args: dict) -> Report:
             return certify_loss(Loss(name, args))
         if len(given) == 2 and not args:
             return certify_advantage(function)
-    except Exception as e:  # of the function, or there is none
+    except Exception as e:  # from the function, or because there is none
         raise ConfigError(f"{name}: {type(e).__name__}: {e}") from e
     finally:
         torch.set_default_dtype(torch.float32)
@@ -359,7 +363,7 @@ def certify(name: str, args: dict) -> Report:
 
 
 def draw(names: list[str], args: dict, out: Path):
-    """A picture of push_curves."""
+    """Draws push_curves."""
     from matplotlib.figure import Figure
 
     fig = Figure(figsize=(13, 4.5), layout="constrained")
@@ -391,7 +395,7 @@ def main(argv: list[str]):
         report = certify(name, args)
         print(f"{name}\n" + "\n".join(f"{verdict:4}  {what}: {details}" for verdict, what, details in report))
         verdicts |= {verdict for verdict, *_ in report}
-    print("Not seen: what depends on token ids, texts, agents or fields of your own; whether a number has a good size")
+    print("Not checked: what depends on token ids, texts, agents or your own fields; whether numbers have a good size")
     if "FAIL" in verdicts:
         sys.exit(4)
 

@@ -1,11 +1,11 @@
-"""Writes what final/ of a run was, or would have been, after so many steps:
+"""Writes the model that a run had after some step, in the form of its final/:
 
-    python tools/export.py outputs/run@40 DIR        # by checkpoints/step_000040
-    python tools/export.py outputs/run@best DIR      # by the checkpoint with the best evaluation, of those still there
-    python tools/export.py outputs/run DIR --merge   # by the newest; a LoRA run's whole model in place of its adapter
+    python tools/export.py outputs/run@40 DIR        # from checkpoints/step_000040
+    python tools/export.py outputs/run@best DIR      # from the checkpoint that was evaluated best, of those still there
+    python tools/export.py outputs/run DIR --merge   # from the newest; with LoRA, the merged model, not the adapter
 
-It only reads the run, which may be going on; CUDA_VISIBLE_DEVICES= keeps it off the run's GPUs. A merged model has
-trainer.dtype, as the base had in training: in 16 bits, its rounding hides the smallest updates."""
+It only reads the run, which may still be going on. CUDA_VISIBLE_DEVICES= keeps it off the run's GPUs. A merged model
+has trainer.dtype, as the base model had in training. In 16 bits, rounding hides the smallest updates."""
 
 import argparse
 import math
@@ -28,16 +28,16 @@ from tools.show import Lines, restrict, whole_rounds
 
 
 def find_checkpoint(run: Path, which: str | None) -> Path:
-    """The checkpoint after `which` steps; "best": the one with the highest mean reward over all environments, on the
-    rows that all evaluations have scored, and of equal ones the earliest; None: the newest. Raises ConfigError if it is
-    not there."""
+    """The checkpoint after `which` steps. "best": the one with the highest mean reward over all environments, on the
+    examples that all evaluations have scored; the earliest if several are equal. None: the newest. Raises ConfigError
+    if there is no such checkpoint."""
     found = by_step(run / "checkpoints")
     num_envs = len(tomllib.loads((run / "config.toml").read_text("utf-8"))["env"])
     rounds = whole_rounds(list(Lines(run / "eval.jsonl").new()), num_envs)
     restrict(list(chain(*rounds.values())))
     rewards = {step: np.mean([line["reward/mean"] for line in lines]) for step, lines in rounds.items()}
     steps = [step for step in found if which in (None, "best") or int(which) == step]
-    if which == "best":  # a mean is nan if no row of an environment was scored by all
+    if which == "best":  # a mean is nan if no example of an environment was scored by all
         steps = sorted((s for s in steps if rewards.get(s, math.nan) > -math.inf), key=lambda s: -rewards[s])[:1]
     if not steps:
         raise ConfigError(f"{run}@{which or ''}: there are checkpoints of {[*found]}, and evaluations of {[*rewards]}")
@@ -56,7 +56,7 @@ def main(argv: list[str]):
         raise ConfigError(f"{out} has files: choose another directory")
     cfg = load_config(run / "config.toml")
     path = find_checkpoint(run, which)
-    os.chdir(ROOT)  # as launch.sh: a relative path to a model begins there
+    os.chdir(ROOT)  # as in launch.sh: relative paths to models start there
     checkpoints.keep_model(run, cfg.run.model)  # raises if the base has changed since
     import trainer  # the copy that the run was trained with
 

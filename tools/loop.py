@@ -1,11 +1,11 @@
-"""The whole algorithm on one page, to read first, and to begin an experiment or a notebook with:
+"""The whole algorithm on one page. Read it first, or begin an experiment or a notebook with it:
 
     python tools/loop.py config.toml [table.key=value ...]
 
-It samples, scores, trains and syncs, one after the other, in one process, by the functions of the roles themselves. So
-it computes what `bash launch.sh` computes with orchestrator.max_staleness = 0. What it lacks is what makes a run fast
-and safe: sampling while it trains, several ranks, checkpoints, and a launcher that watches all processes. It starts
-the servers that the configuration asks for, unless inference.urls names some that run."""
+It samples, scores, trains and syncs, one after the other, in one process, with the functions of the roles themselves.
+So it computes the same as `bash launch.sh` with orchestrator.max_staleness = 0. It lacks what makes a run fast and
+safe: sampling while it trains, several ranks, checkpoints, and a launcher that watches all processes. It starts the
+servers that the configuration asks for, unless inference.urls names servers that are already running."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def train(cfg, run_dir: Path):
     limits = Limits(cfg.orchestrator.max_error_share, num_groups)
 
     async def sample_groups(step: int, slot: int) -> list[list]:
-        """Groups of rollouts of one example each, until the rewards of one differ: the others have no gradient."""
+        """Samples groups, each of one example, until the rewards of one differ: those before it have no gradient."""
         groups = []
         while not groups or groups[-1][0].dropped:
             example = order.pick(step, slot, len(groups))
@@ -82,12 +82,12 @@ async def train(cfg, run_dir: Path):
 
 def main(argv: list[str]):
     path, *overrides = [os.path.abspath(argv[0]), *argv[1:], "orchestrator.max_staleness=0", "trainer.gpus=1"]
-    os.chdir(ROOT)  # where relative paths begin
+    os.chdir(ROOT)  # where relative paths start
     cfg = load_config(path, overrides)
     check_names(cfg)
     run_dir = run_directory(cfg)
     if len(cfg.env) > 1 or next_batch(run_dir):
-        raise ConfigError(f"loop.py trains in one environment, and from the start: {run_dir} has batches")
+        raise ConfigError(f"loop.py takes one environment and cannot resume: {run_dir} must have no batches")
     write_config(run_dir, to_toml(cfg))
     os.environ.setdefault("ROLEMODEL_RUN_ID", f"{run_dir.name}-{os.getpid()}")
     with servers(cfg, [path, *overrides], run_dir):

@@ -1,18 +1,25 @@
-"""Puts one step under the microscope: from each of a run's states, a step with each arm on the same batch.
+"""Puts single steps under the microscope: from several states of a run, it takes a step with each arm, on the same
+batch.
 
     python tools/microscope.py outputs/run --arm trainer.loss=cispo --arm trainer.loss=grpo [--states 20] [key=value]
 
-After it the same held-out rows are answered with the same random numbers, and the policy is scored on the run's next
-batch, which no arm has seen. Everything is paired by state, so that what a study of whole runs hides in the noise of
-seeds is seen. An arm is a list of overrides of what makes a step (ARM); the first arm is compared with each other one.
-It cannot be a branch, as in tools/compare.py, since one process holds the policy of all arms: give its loss a name of
-its own next to the old one. One server serves all. States are reached by replaying batches (tools/start_from.py) from
-checkpoints or the start.
+An arm is one of the variants that are compared: a list of overrides of the keys that make a step (ARM). The first arm
+is compared with each other one. An arm cannot be a branch, as in tools/compare.py, since one process holds the policy
+of all arms: give a new loss a name of its own next to the old one.
 
-The numbers: reward, of the held-out rows; agreement, the rank correlation, over the next batch's answers, between the
-log-probability that the step added and the advantage; kl, of before and after on the next batch, in nats per token;
-entropy, on the batch of the step; right and wrong, by how much the tokens of answers with A > 0 and A < 0 became
-likelier, in nats. states.jsonl has a line for each state and arm."""
+After each step, the same held-out examples are answered with the same random numbers, and the policy's
+log-probabilities of the run's next batch are computed, which no arm has seen. Everything is paired by state. So it
+shows differences that the noise between seeds hides in a study of whole runs. One server serves all arms. States are
+reached by replaying batches (tools/start_from.py), from a checkpoint or from the start.
+
+    reward        of the held-out examples
+    agreement     the rank correlation, over the next batch's answers, between the log-probability that the step added
+                  and the advantage
+    kl            between the policies before and after the step, on the next batch, in nats per token
+    entropy       on the batch of the step
+    right, wrong  by how much the tokens of answers with A > 0 and A < 0 became likelier, in nats
+
+states.jsonl has a line for each state and arm."""
 
 import argparse
 import asyncio
@@ -43,14 +50,14 @@ from tools.compare import interval, p_value, parse_arms
 from tools.show import with_interval
 from tools.start_from import reachable, repeat_step
 
-# What makes a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
+# The keys that make a step. The policy is the run's, so dtype or LoRA's rank would change nothing.
 ARM = r"orchestrator\.advantage|trainer\.(loss|loss_args.*|optimizer|learning_rate|lr_scheduler_type|warmup_\w+|beta"
 ARM += r"|weight_decay|adam_beta2|max_grad_norm|updates_per_batch|minibatches)"
 SHOWN = ("reward", "agreement", "right", "wrong", "kl", "entropy")
 
 
 def optimizer_at(policy, t, kept: dict):
-    """An optimizer of these settings, and the policy, in the state that was kept."""
+    """Puts the policy into the state that was kept. Returns an optimizer with these settings, in the same state."""
     import trainer
 
     optimizer = trainer.make_optimizer(policy, t)
@@ -67,8 +74,8 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def advantages_of(path: Path, advantage: Callable) -> torch.Tensor:
-    """adv_T of a batch file by a function, from what its sequences say of their rollouts: reward, truncated,
-    num_turns and num_tokens, but neither metrics nor state. 0 for demonstrations."""
+    """adv_T of a batch file, computed by a function from what the sequences say about their rollouts: reward,
+    truncated, num_turns and num_tokens, but neither metrics nor state. 0 for demonstrations."""
     import orchestrator
     import trainer
 
@@ -102,7 +109,8 @@ def score(policy, batch, cfg) -> torch.Tensor:
 
 
 def moved(batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, float]:
-    """How the log-probabilities of its sampled tokens have changed, see above."""
+    """How the log-probabilities of a batch's sampled tokens have changed. The docstring of this file explains the
+    numbers."""
     import trainer
 
     mask_T, adv_T = batch.fields["is_sampled"], batch.fields["adv"]
@@ -118,7 +126,7 @@ def moved(batch, before_T: torch.Tensor, after_T: torch.Tensor) -> dict[str, flo
 
 
 async def evaluate(cfg, envs: dict, version: int) -> float:
-    """The mean reward of the held-out rows, whose lines go to eval.jsonl."""
+    """The mean reward of the held-out examples. It is written to eval.jsonl as well."""
     import orchestrator
 
     client = orchestrator.Client(cfg)
@@ -131,7 +139,7 @@ async def evaluate(cfg, envs: dict, version: int) -> float:
 
 def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int], out: Path) -> dict:
     """Returns {arm: {number: its value after a step from each state}}. cfg: the run's, with `out` as its directory;
-    arms: {name: cfg}; starts: of tools.start_from.reachable."""
+    arms: {name: cfg}; starts: from tools.start_from.reachable."""
     import orchestrator
     import trainer
 
@@ -146,7 +154,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
     found = {name: {key: [] for key in SHOWN} for name in arms}
     version = -1
     for state in chosen:
-        # 1. To the state: from a checkpoint, and by the run's own steps.
+        # 1. Go to the state, from a checkpoint and by the run's own steps.
         if version < starts[state]:
             version = starts[state]
             if version:
@@ -157,15 +165,15 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
         kept = tree_map(lambda x: x.detach().clone(), checkpoints.state_of(policy, optimizer))
         later = trainer.load_batch(path_of(run, state + 1))
         before_T = score(policy, later, base)
-        # 2. A step of each arm, and what has come of it.
+        # 2. Take a step with each arm, and measure its effects.
         for name, arm in arms.items():
             batch = trainer.load_batch(path_of(run, state))
             if arm.orchestrator.advantage != base.orchestrator.advantage:
                 functions = (find_function(c.orchestrator.advantage, orchestrator.ADVANTAGES) for c in (base, arm))
                 old_T, new_T = (advantages_of(path_of(run, state), function) for function in functions)
-                rest_T = batch.fields["adv"] - old_T  # what is imitated
+                rest_T = batch.fields["adv"] - old_T  # of tokens that are imitated
                 if rest_T[batch.fields["is_sampled"]].abs().max() > 1e-4:  # or a teacher has added to it
-                    raise ConfigError(f"a batch lacks what {base.orchestrator.advantage} knew of its rollouts")
+                    raise ConfigError(f"a batch lacks what {base.orchestrator.advantage} knew about its rollouts")
                 batch.fields["adv"] = rest_T + new_T
             numbers, _ = trainer.train_step(policy, optimizer_at(policy, arm.trainer, kept), batch, state, arm)
             trainer.sync_weights(sender, policy, state + 1, cfg)
@@ -181,7 +189,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
 
 
 def summary(found: dict) -> str:
-    """The means of the arms, and what the first one has over each other one."""
+    """The means of the arms, and the differences between the first arm and each other one."""
     text = ""
     for name, numbers in found.items():
         text += f"{name}: " + ", ".join(f"{key} {np.mean(values):.4g}" for key, values in numbers.items()) + "\n"
@@ -197,7 +205,7 @@ def summary(found: dict) -> str:
 def main(argv: list[str]):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
-    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="of all arms, e.g. of [eval]")
+    parser.add_argument("overrides", nargs="*", metavar="table.key=value", help="for all arms, e.g. of [eval]")
     parser.add_argument("--arm", action="append", required=True, metavar="KEY=VALUE ...")
     parser.add_argument("--states", type=int, default=20)
     parser.add_argument("--out", type=Path, metavar="DIR", help="default: microscope in the run")
@@ -206,11 +214,11 @@ def main(argv: list[str]):
     out = (args.out or run / "microscope").resolve()
     if out.exists():
         raise ConfigError(f"{out} is there already: remove it, or choose another --out")
-    os.chdir(ROOT)  # as launch.sh: a relative path to a model begins there
+    os.chdir(ROOT)  # as in launch.sh: relative paths to models start there
     starts = {state: start for state, start in reachable(run).items() if path_of(run, state + 1).exists()}
     states = sorted(state for state in starts if path_of(run, state).exists())
     if not states:
-        raise ConfigError(f"{run}: no checkpoint, and no batches from the start, lead to a state with two batches")
+        raise ConfigError(f"{run}: no checkpoint or batches from the start lead to a state with two batches")
     chosen = sorted({states[round(i)] for i in np.linspace(0, len(states) - 1, args.states)})
     file = run / "config.toml"
     arms = {}

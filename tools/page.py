@@ -1,11 +1,11 @@
 """Writes a page about a run: python tools/page.py outputs/run [--out FILE.html] [--mb 5]
 
-It has the curves, the rows that were learned or unlearned between the first evaluation and the last, a table of groups,
-and the answers of a group side by side with every token's numbers. The page is one file that needs no server and no
-network, and can be sent by mail. Of a larger run than fits into about --mb megabytes it shows a sample: some groups of
-the first and the last step, then of steps in between. watch.py writes it when the run is done.
+It has the curves, the examples that were learned or unlearned between the first evaluation and the last, a table of
+groups, and the answers of a group side by side, with every token's numbers. The page is one file that needs no server
+and no network, and can be sent by mail. If a run does not fit into about --mb megabytes, the page shows a sample: some
+groups of the first and the last step, then of steps in between.
 
-Whatever a model wrote travels as compressed JSON, and page.js puts it into the page as text, never as markup."""
+Whatever a model wrote is stored as compressed JSON, and page.js puts it into the page as text, never as markup."""
 
 import base64
 import gzip
@@ -36,7 +36,7 @@ KEPT = ("member", "reward", "metrics", "error", "truncated", "version", "num_tur
 
 
 def pack(value) -> str:
-    """JSON, compressed, in base64, in which no text can end an element of the page."""
+    """A value as compressed JSON, in base64, so that no text can end an element of the page."""
     return base64.b64encode(gzip.compress(to_json(value).encode(), 6)).decode()
 
 
@@ -90,8 +90,8 @@ def group_parts(kind: str, lines: list[dict], rollouts: dict[tuple, list[dict]])
 
 
 def find_steps(path: Path) -> tuple[dict[int, list[int]], int]:
-    """Returns {step: where its lines begin and end} and the number of groups. The lines, gigabytes in a long run, are
-    read again when they are wanted."""
+    """Returns {step: where its lines begin and end} and the number of groups. The lines themselves, which are gigabytes
+    in a long run, are read again when they are needed."""
     places = {}
     keys = set()
     begin = 0
@@ -112,8 +112,8 @@ def read_groups(run: Path, kind: str, step: int, begin: int, end: int) -> Iterat
 
 
 def choose(run: Path, most: float) -> tuple[list[dict], int]:
-    """Groups that take about `most` bytes, and the number of groups that there are. The first and the last step come
-    first, then others by chance, with the first groups of each: evaluations have the same rows there."""
+    """Groups that take about `most` bytes, and the number of all groups. The first and the last step come first, then
+    others at random. Of each step, the first groups are taken: in evaluations, these are the same examples."""
     groups = []
     num_all = 0
     for kind, share in (("evaluation", 0.3), ("training", 0.7)):

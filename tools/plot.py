@@ -1,7 +1,7 @@
 """Draws the curves of a run: python tools/plot.py outputs/run [more runs, or replays ...] [--out FILE.png]
 
-It writes curves.png into the first run: evaluation, reward, KL, entropy, canary, time. Color, line and
-marker tell runs apart, also for color-blind readers and on paper. watch.py draws a picture after each evaluation."""
+It writes curves.png into the first run's directory: evaluation, reward, KL, entropy, canary, time. Color, line and
+marker tell runs apart, even for color-blind readers and on paper. watch.py draws a picture after each evaluation."""
 
 import math
 import sys
@@ -28,7 +28,7 @@ PANELS = {
     "policy/entropy": (1, 0, "entropy, nats per token"),
     "sync/dlogp_max": (1, 1, "canary after each sync: largest |dlogp|"),
 }
-# Of a step, with their color: what the trainer does, and what it waits for.
+# The parts of a step, with their colors: what the trainer does, and what it waits for.
 PARTS = {"training": "0.6", "sync": "0.2", "rollouts": "#56b4e9", "dropped groups": "#e69f00", "evaluation": "#009e73"}
 
 
@@ -38,7 +38,7 @@ def values(metrics: list[dict], key: str) -> list[float]:
 
 
 def draw_evaluation(axis, run: Path, style: dict):
-    """The mean reward of each environment, with its 95 % interval over the rows, and the share of successes."""
+    """The mean reward of each environment, with its 95 % interval over the examples, and the share of successes."""
     evals = list(Lines(run / "eval.jsonl").new())
     restrict(evals)
     for env, marker in zip(sorted({line["env"] for line in evals}), cycle("os^vD")):
@@ -50,7 +50,7 @@ def draw_evaluation(axis, run: Path, style: dict):
 
 
 def draw_time(axis, metrics: list[dict]):
-    """The parts of a step, one above the other."""
+    """The parts of a step, stacked."""
     metrics = [line for line in metrics if "time/wait_batch_s" in line]  # replays do not wait
     parts = [parts_of(line) for line in metrics]
     if parts:

@@ -1,9 +1,10 @@
-"""Trains on saved batches, without a server: another loss, rate or number of epochs on the rollouts of a run.
+"""Trains on saved batches, without a server: for example, with another loss, learning rate or number of epochs on the
+rollouts of a run.
 
     python tools/replay.py config.toml outputs/run/batches trainer.loss=grpo run_name=other
 
-It ends with the batches or at max_steps. <run_name>-replay-<loss> is then the directory of a run without rollouts. The
-same command resumes it; torchrun gives it more ranks."""
+It ends after the last batch or at max_steps, and leaves <run_name>-replay-<loss>, the directory of a run without
+rollouts. The same command resumes it. With torchrun, it has several ranks."""
 
 import argparse
 import sys

@@ -2,9 +2,9 @@
 
     python tools/show.py outputs/run                            # the last ten
     python tools/show.py outputs/run --groups --step 3          # the groups of a step: their rewards, what was dropped
-    python tools/show.py outputs/run --evals --max-reward 0     # of evaluations: those that earned nothing
+    python tools/show.py outputs/run --evals --max-reward 0     # those of evaluations that earned nothing
 
-tools/page.py shows them in a browser, with what each token got."""
+tools/page.py shows them in a browser, with the numbers of each token."""
 
 import json
 import math
@@ -28,19 +28,19 @@ sys.path.insert(0, str(ROOT))
 
 
 def half_width(values: list[float]) -> float | None:
-    """Half the width of the 95 % interval of a mean, by Student's t. None for fewer than two values, and for equal
-    ones, which do not tell how far others would be from them."""
+    """Half the width of the 95 % interval of a mean, by Student's t. None for fewer than two values, and if all are
+    equal, since they do not tell how far others would be from them."""
     if len(values) < 2 or np.ptp(values) < 1e-9 * max(1.0, np.abs(values).max()):
         return None
     return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
 def eval_statistics(rows: list[float | None], first: list[float | None] | None = None) -> dict:
-    """Statistics over the rows of an evaluation. rows: the mean reward of each row, or None for a lost one, as in
-    eval.jsonl; first: those of an earlier version.
+    """Statistics over the examples of an evaluation. rows: the mean reward of each example, or None for a lost one, as
+    in eval.jsonl; first: those of an earlier version.
 
-    ci95 is half the width of the reward's interval. gain is the mean difference from `first`. It is paired by row,
-    since rows differ from each other far more than versions do."""
+    ci95 is half the width of the reward's interval. gain is the mean difference from `first`. It is paired by example,
+    since examples differ from each other far more than versions do."""
     found = {"ci95": half_width([x for x in rows if x is not None])}
     if first:
         differences = [b - a for a, b in zip(first, rows) if None not in (a, b)]
@@ -51,7 +51,8 @@ def eval_statistics(rows: list[float | None], first: list[float | None] | None =
 
 def whole_rounds(evals: list[dict], num_envs: int) -> dict[int, list[dict]]:
     """{step: its lines of eval.jsonl} of evaluations that have all environments, in the order of steps. While a run
-    goes on, or where it ended, one may be missing: a mean over the others would be of another task."""
+    goes on, or where it ended, an environment may be missing, and a mean over the others would be that of another
+    task."""
     by_step = {}
     for line in evals:
         by_step.setdefault(line["step"], {})[line["env"]] = line
@@ -59,9 +60,9 @@ def whole_rounds(evals: list[dict], num_envs: int) -> dict[int, list[dict]]:
 
 
 def restrict(evals: list[dict]):
-    """Leaves of these evaluations (lines of eval.jsonl) the rows that all of them have scored, and the mean reward of
-    these: rows that are lost, or do not fit, are rarely like the others. Of successes there are only means: one that
-    lacks rows which another evaluation has scored is taken away."""
+    """Restricts evaluations (lines of eval.jsonl) to the examples that all of them have scored, and the mean reward to
+    these: examples that are lost, or do not fit, are rarely like the others. Only the means of successes are known, so
+    they are removed from evaluations that have scored fewer examples than another one."""
     for env in {line["env"] for line in evals}:
         lines = [line for line in evals if line["env"] == env]
         table = [scores for scores in zip(*(line["rows"] for line in lines)) if None not in scores]
@@ -74,8 +75,9 @@ def restrict(evals: list[dict]):
 
 
 def parts_of(line: dict) -> dict[str, float]:
-    """Where the seconds of a step went, by its line of metrics.jsonl. The trainer's wait ends with the batch, so it is
-    first the evaluation that held the batch, then the groups in place of dropped ones, then rollouts."""
+    """Where the seconds of a step went, according to its line of metrics.jsonl. The trainer waits until the batch
+    arrives. Going back from there, its wait is first for the evaluation that held the batch back, then for replacements
+    of dropped groups, then for rollouts."""
     wait = line["time/wait_batch_s"]
     evaluation = min(wait, line.get("time/eval_s", 0.0))
     dropped = min(wait - evaluation, line.get("time/dropped_s", 0.0))
@@ -100,8 +102,8 @@ def run_with(*files: str) -> Callable[[str], Path]:
 
 
 class Lines:
-    """The whole lines of a JSON Lines file as they appear. A resumed run cuts it, and it is then read from its
-    beginning."""
+    """Yields whole lines of a JSON Lines file as they appear. If a resumed run has cut the file, it is read from its
+    beginning again."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -122,7 +124,7 @@ class Lines:
 
 
 def as_messages(text: str | list) -> list[dict]:
-    """Messages as they are; whatever else an environment put in their place as text."""
+    """Messages as they are. Whatever else an environment put in their place becomes text."""
     parts = text if isinstance(text, list) else [text]
     return [part if isinstance(part, dict) else {"role": "text", "content": str(part)} for part in parts]
 
@@ -158,8 +160,8 @@ def group_key(line: dict) -> tuple:
 
 
 def chosen(args: Namespace) -> Iterator[dict]:
-    """The lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With a bound a rollout must have a
-    reward."""
+    """The lines of rollouts.jsonl, or of eval_rollouts.jsonl, that were asked for. With --max-reward, a rollout must
+    have a reward."""
     for line in Lines(args.run / ("eval_rollouts.jsonl" if args.evals else "rollouts.jsonl")).new():
         reward = line["reward"]
         if args.step is not None and line["step"] != args.step:
@@ -178,15 +180,17 @@ def group_table(lines: Iterator[dict], num: int) -> str:
         mean = f"{np.mean(rewards):.3f}" if rewards else "-"
         shown = " ".join("lost" if r["reward"] is None else f"{r['reward']:.3g}" for r in group)
         version = min(r["version"] for r in group)
-        row = f"{step:5} {group[0]['example']:6} {version:7} {mean:>6} {group[0]['dropped'] or '-':8} {env:16} {shown}"
+        row = f"{step:5} {group[0]['example']:7} {version:7} {mean:>6} {group[0]['dropped'] or '-':8} {env:16} {shown}"
         table.append(row)
-    head = f"{'step':>5} {'row':>6} {'version':>7} {'mean':>6} {'dropped':8} {'environment':16} rewards"
+    head = f"{'step':>5} {'example':>7} {'version':>7} {'mean':>6} {'dropped':8} {'environment':16} rewards"
     return "\n".join([head, *table, ""])
 
 
 def as_text(line: dict, most: int = 0) -> str:
     """A rollout with its heading. most: characters of a message, whose middle is left out; 0: all."""
-    text = f"=== step {line['step']}, {line['env']}, row {line['example']}, rollout {line['member']}: {summary(line)}"
+    text = (
+        f"=== step {line['step']}, {line['env']}, example {line['example']}, rollout {line['member']}: {summary(line)}"
+    )
     text += ", cut off" if line["truncated"] else ""
     text += f", dropped: {line['dropped']}" if line["dropped"] else ""
     for message in as_messages(line["prompt"]) + as_messages(line["completion"]):

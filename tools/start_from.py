@@ -1,11 +1,11 @@
-"""Begins a run where another one was:
+"""Begins a run from a state of another one:
 
     bash launch.sh config.toml --from outputs/run@73 run_name=other [table.key=value ...]
 
-The new run has what the other one had after step 73, and goes on from there with config.toml and the overrides: another
-loss, advantage, rate or order. Where there is no checkpoint of that step, the batches since the one before are trained
-again, by the other run's own configuration and without a server. parent.json says where the run came from. The same
-command resumes it."""
+The new run has what the other one had after step 73, and goes on from there with config.toml and the overrides, for
+example with another loss, advantage, learning rate or order. If there is no checkpoint of that step, the batches since
+the checkpoint before it are trained on again, with the other run's own configuration and without a server. parent.json
+says where the run came from. The same command resumes it."""
 
 import json
 import math
@@ -25,16 +25,16 @@ from rolemodel.role import ConfigError, RunError, run_main, say
 from rolemodel.run_directory import by_step, cut_lines, lock
 from tools.show import Lines
 
-# Weights fit the model that they are of, batches and orders know rows by their numbers, and batch n begins with slot n
-# times a batch's groups. Gains are over the parent's evaluations as well.
+# Keys that must be the same in both runs. Weights only fit their own model, batches and orders only know examples by
+# their numbers, and batch n begins with slot n times a batch's groups. Gains are over the parent's evaluations as well.
 SHARED = "model env trainer.use_lora trainer.lora_rank trainer.lora_alpha trainer.lora_target_modules".split()
 SHARED += ["orchestrator.batch_size", "orchestrator.rollouts_per_example", "eval.temperature", "eval.max_tokens"]
 
 
 def reachable(run: Path) -> dict[int, int]:
-    """{version: the newest checkpoint before it from which steps that were taken lead to it}; 0 is the model itself. A
-    run that began in another one has batches which that one's configuration trained on. The batch before a checkpoint
-    has what the orders remember."""
+    """{version: the newest checkpoint before it from which steps that can be repeated lead to it}; 0 is the model
+    itself. If the run began from another one, its first batches do not count, since the other run's configuration
+    trained on them. A checkpoint needs the batch before it, which has what the orders remember."""
 
     def has(part, step):
         return (run / "batches" / f"{part}_{step:06d}.safetensors").exists()
@@ -52,7 +52,7 @@ def reachable(run: Path) -> dict[int, int]:
 
 
 def copy(parent: Path, start: int, version: int, run_dir: Path):
-    """Copies the parent's batches before a version, and its checkpoint of `start`, into a directory that is not there
+    """Copies the parent's batches before a version, and its checkpoint of `start`, into a directory that does not exist
     yet."""
     for part in ("batches", "checkpoints", "logs"):
         (run_dir / part).mkdir(parents=True)
@@ -68,7 +68,7 @@ def copy(parent: Path, start: int, version: int, run_dir: Path):
 
 
 def repeat_step(policy, optimizer, run: Path, step: int, cfg):
-    """Takes a step that a run has taken. Raises ConfigError if it is another one now."""
+    """Repeats a step of a run. Raises ConfigError if it comes out differently now."""
     import trainer
 
     batch = trainer.load_batch(run / "batches" / f"step_{step:06d}.safetensors")
@@ -78,11 +78,11 @@ def repeat_step(policy, optimizer, run: Path, step: int, cfg):
         for key in {"optim/lr", "optim/grad_norm"} & line.keys():
             if line["step"] == step and not math.isclose(metrics[key], line[key], rel_tol=tolerance):
                 text = f"step {step} of {run} had {key} = {line[key]:.4g}, and has {metrics[key]:.4g} now"
-                raise ConfigError(f"{text}: has its configuration changed on its way, or its code since?")
+                raise ConfigError(f"{text}: did its configuration change on the way, or its code since?")
 
 
 def train(parent: Path, parents, version: int, run_dir: Path, cfg):
-    """Takes the parent's steps again, from the newest checkpoint. Runs under torchrun."""
+    """Repeats the parent's steps, from the newest checkpoint on. Runs under torchrun."""
     import trainer
 
     trainer.start_distributed(cfg)
@@ -103,30 +103,30 @@ def main(argv: list[str]):
     cfg = load_config(rest[0], rest[1:])
     parents = load_config(parent / "config.toml")  # last, so that its modules and scripts count: its steps are repeated
     run_dir = Path(cfg.run.output_dir, cfg.run.run_name)
-    making = run_dir.with_name(f".{run_dir.name}.fork")  # becomes run_dir when all is there
+    making = run_dir.with_name(f".{run_dir.name}.fork")  # becomes run_dir when it is complete
     version = int(step) + 1
     if dist.is_torchelastic_launched():
         return train(parent, parents, version, making, cfg)
     about = {"run": str(parent), "step": int(step)}
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     message = f"{run_dir} is being made by another --from: choose another run_name"
-    _held = lock(run_dir.with_name(f".{run_dir.name}.lock"), message)  # until rolemodel/launch.py takes its own
+    _held = lock(run_dir.with_name(f".{run_dir.name}.lock"), message)  # until rolemodel/launch.py takes its own lock
     if not run_dir.exists():
         found = reachable(parent)
         if version not in found:
             known = ", ".join(str(version - 1) for version in found if version)
-            raise ConfigError(f"{parent}: what is there leads to no state after step {step}, only after: {known}")
+            raise ConfigError(f"{parent}: its files lead to no state after step {step}, only after: {known}")
         for key in SHARED:
             if cfg.flat[key] != parents.flat[key]:
                 raise ConfigError(f"{parent} has {key} = {parents.flat[key]!r}, not {cfg.flat[key]!r}")
-        shutil.rmtree(making, ignore_errors=True)  # of a start that was killed
+        shutil.rmtree(making, ignore_errors=True)  # left by a start that was killed
         copy(parent, found[version], version, making)
         if found[version] < version:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nnodes", "1"]
             command += ["--nproc-per-node", str(cfg.trainer.gpus), __file__, *argv]
-            threads = str(max(1, len(os.sched_getaffinity(0)) // cfg.trainer.gpus))  # as rolemodel/launch.py has it
+            threads = str(max(1, len(os.sched_getaffinity(0)) // cfg.trainer.gpus))  # as in rolemodel/launch.py
             if subprocess.run(command, env=COMMON | {"OMP_NUM_THREADS": threads} | os.environ).returncode:
-                raise RunError("the other run's steps could not be taken again, see above")
+                raise RunError("the other run's steps could not be repeated, see above")
         for path in parent.glob("*.jsonl"):
             shutil.copy(path, making)
             cut_lines(making / path.name, version)
@@ -134,7 +134,7 @@ def main(argv: list[str]):
         making.rename(run_dir)
     mark = run_dir / "parent.json"
     if not mark.exists() or json.loads(mark.read_text()) != about:
-        raise ConfigError(f"{run_dir} is another run: choose another run_name")
+        raise ConfigError(f"{run_dir} is a different run: choose another run_name")
     os.execv(sys.executable, [sys.executable, "-m", "rolemodel.launch", *rest])
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # bash tools/tmux.sh config.toml [table.key=value ...]
 # Runs launch.sh in a tmux server of its own, next to panes for the logs of trainer, orchestrator
-# and first server. The panes stay after the run, so that they can be read, until you leave by Ctrl-b & or kill-server.
+# and first server. The panes stay after the run, so that they can be read, until you leave with Ctrl-b & or kill-server.
 set -u
 [ $# -ge 1 ] || { sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}"; exit 2; }
 command -v tmux >/dev/null || { echo "there is no tmux: install it" >&2; exit 2; }
@@ -21,7 +21,7 @@ except Exception as e:
 ' "$config" "$@") || exit 2
 logs=$(realpath -m -- "$run_dir/logs")
 server=rolemodel-$(basename -- "$run_dir")-$$
-unset TMUX # of the session in which this was typed
+unset TMUX # that of the session in which this was typed
 tmux -L "$server" new-session -d -x 200 -y 50 -s run -c "$PWD" \
     "bash launch.sh $(printf '%q ' "$config" "$@"); echo exit \$?; exec bash" || exit 2
 for role in trainer orchestrator inference; do

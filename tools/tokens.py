@@ -1,4 +1,4 @@
-"""What each token of a run's batches got: for tools/page.py and notebooks."""
+"""The numbers of each token in a run's batches, for tools/page.py and notebooks."""
 
 import math
 import sys
@@ -14,14 +14,14 @@ from rolemodel.lookup import ROOT
 
 
 def rollout_key(about: dict) -> tuple:
-    """What a line of rollouts.jsonl and the sequences of a batch file have in common."""
+    """A key that a line of rollouts.jsonl and its sequences in a batch file have in common."""
     return about.get("env"), about.get("slot"), about.get("attempt"), about.get("member")
 
 
 def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
-    """Returns {rollout_key: its training sequences}, or {} if there is no such batch. A sequence has what the batch
-    file has of it, with a tensor for each per-token field; `logp`, the trainer's; `diff`, logp - old_logp; and what
-    token_effects adds. Values are nan where a token is not trained, or not yet."""
+    """Returns {rollout_key: its training sequences}, or {} if there is no such batch. A sequence has all that the batch
+    file says about it, with a tensor for each per-token field. It also has `logp`, the trainer's; `diff`, which is logp
+    - old_logp; and what token_effects returns. Values are nan where a token is not trained on, or not yet."""
     path = run / "batches" / f"step_{step:06d}.safetensors"
     if not path.exists():
         return {}
@@ -45,10 +45,10 @@ def read_batch(run: Path, step: int) -> dict[tuple, list[dict]]:
 
 
 def token_effects(cfg, batch, logp_T) -> dict:
-    """{name: x_T}: `push`, minus the derivative of the run's loss by logp, so that a token with a push above 0 becomes
-    likelier; and what the loss logs, such as policy/clip_frac. The loss is called on the saved log-probabilities, with
-    the whole batch as one micro-batch. Entropies are not saved, nor is the reference of trainer.beta, whose term is
-    left out."""
+    """{name: x_T}: `push`, minus the derivative of the run's loss with respect to logp, so that a token with a push
+    above 0 becomes likelier; and what the loss logs, such as policy/clip_frac. The loss is called on the saved
+    log-probabilities, with the whole batch as one micro-batch. Entropies are not saved. Nor is the reference of
+    trainer.beta, so its term is left out."""
     import trainer
 
     sequences = [s for s, num in enumerate(batch.counts) if num]

@@ -10,7 +10,7 @@ from tools import show
 
 
 class TensorBoard:
-    """TensorBoard with wandb's names, as far as Tracker uses them."""
+    """TensorBoard with those of wandb's functions that Tracker uses, under the same names."""
 
     def init(self, dir, config, **kwargs):
         self.writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(dir / "tensorboard"))
@@ -30,8 +30,8 @@ class TensorBoard:
 
 class Tracker:
     """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
-    that a resumed run trains again are not sent again. Account and place are set as wandb and trackio want it:
-    WANDB_PROJECT, WANDB_MODE=offline, ... TensorBoard's files are in the run's directory."""
+    that a resumed run trains again are not sent again. Account and project are set in the usual way of wandb and
+    trackio: WANDB_PROJECT, WANDB_MODE=offline, ... TensorBoard's files are in the run's directory."""
 
     COLUMNS = ["step", "env", "example", "member", "reward", "truncated", "prompt", "completion"]
 
@@ -40,13 +40,14 @@ class Tracker:
         self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}
         if self.file.exists():
             self.sent = json.loads(self.file.read_text())
-        # wandb allows few characters, and not many: with the name of a table 128. The end tells runs apart.
+        # wandb allows few kinds of characters in an id, and with the name of a table no more than 128. The end tells
+        # runs apart.
         self.sent["id"] = re.sub(r"[^A-Za-z0-9_.-]", "-", self.sent["id"])[-100:]
         self.write()  # another attempt must find the id
         self.wandb = TensorBoard() if name == "tensorboard" else importlib.import_module(name)
         group = os.environ.get("ROLEMODEL_GROUP", "")[:100] or None
         place = {"project": os.environ.get("WANDB_PROJECT", "rolemodel"), "group": group, "name": self.sent["id"]}
-        if name != "trackio":  # it knows runs by their names, and has a place of its own
+        if name != "trackio":  # it knows runs by their names, and stores them in its own place
             place |= {"id": self.sent["id"], "dir": run}
         self.wandb.init(**place, resume="allow", config=cfg.flat)
         if name == "wandb":
@@ -59,7 +60,7 @@ class Tracker:
             self.sent[kind] = version
 
     def add_step(self, line: dict, rollouts: list[dict]):
-        """A line of metrics.jsonl and, at every tenth, a table of the batch's first rollouts."""
+        """Sends a line of metrics.jsonl and, at every tenth step, a table of the batch's first rollouts."""
         self.log("metrics", line["version"], {key: x for key, x in line.items() if "/" in key or key == "loss"})
         if line["step"] % 10 or not rollouts:
             return
@@ -78,8 +79,8 @@ class Tracker:
         self.log(name, line["step"], numbers)
 
     def finish(self):
-        """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash it
-        gets them again."""
+        """wandb may hold the last numbers in memory, so they count as sent only when it has finished. After a crash,
+        they are sent again."""
         self.wandb.finish()
         if hasattr(self.wandb, "teardown"):
             self.wandb.teardown()  # finish() does not wait for wandb's own process, which writes its file

@@ -1,12 +1,12 @@
-"""Follows a run, live or done, and says how it goes: python tools/watch.py outputs/run [--once] [--tracker NAME]
+"""Follows a run, live or done, and says how it is going: python tools/watch.py outputs/run [--once] [--tracker NAME]
 
-launch.sh starts it next to a run, which does not need it. It reads metrics.jsonl, rollouts.jsonl and
+launch.sh starts it next to a run; the run does not depend on it. It reads metrics.jsonl, rollouts.jsonl and
 eval.jsonl, and prints what is new in a live run, or everything in one that is done:
     check:      whether anything can be learned from the rollouts of the first batch
-    === step    a rollout from one in every show_every steps
+    === step    a rollout, every show_every steps
     eval        the gain of an evaluation over the first one, with 95 % intervals
-    warning:    what someone should change, and how; again only if its cause had disappeared in between
-    time:       how much is left, and in the end where it went and what bounds the run
+    warning:    what to change, and how; repeated only if its cause had disappeared in between
+    time:       how much is left; in the end, where it went and what limits the run
     result:     what was learned, and how to serve and evaluate it
 It draws curves.png after evaluations. The tracker gets metrics, evaluations and a table of rollouts from every tenth
 batch. The numbers of batch n are filed under n + 1, the version that it made."""
@@ -42,8 +42,8 @@ KL = 0.1  # nats per token: importance weights are then typically off by half
 
 # --- can anything be learned? -----------------------------------------------------------------------------------------
 
-REMEDY = "take easier rows or a finer reward if the mean reward is low, harder rows if it is high, or larger groups"
-REMEDY += ' (orchestrator.order = "orders:Difficulty" prefers rows that are solved half of the time)'
+REMEDY = "take easier examples or a finer reward if the mean reward is low, harder ones if it is high, or larger groups"
+REMEDY += ' (orchestrator.order = "orders:Difficulty" prefers examples that are solved half of the time)'
 LONGER = "raise orchestrator.sampling.max_tokens or max_seq_len, or reward brevity"
 
 
@@ -54,7 +54,8 @@ def report(is_ok: bool, what: str, remedy: str) -> bool:
 
 
 def judge(name: str, groups: list[list[dict]]) -> bool:
-    """Reports what groups of rollouts (lines of rollouts.jsonl) show of an environment. Returns whether all is well."""
+    """Reports what groups of rollouts (lines of rollouts.jsonl) show about an environment. Returns whether all is
+    well."""
     rollouts = sum(groups, [])
     num = len(rollouts)
     rewards = [r["reward"] for r in rollouts if r["reward"] is not None] or [math.nan]
@@ -104,12 +105,12 @@ def mismatch(lines: list[dict]) -> str:
     return f"KL(sampler || policy) is {kl:.2f} nats per token: {remedy}" if kl > KL else ""
 
 
-# What to change, by the part of a step that takes longest, or for which the trainer waits longest.
+# What to change, for each part of a step that may take longest, or that the trainer may wait for longest.
 BOUNDS = {
     "training": "training: raise trainer.gpus, or set trainer.compile; perf/mfu and trainer.profile_step tell more",
     "sync": "syncing: give the servers GPUs that the trainer does not use, or send adapters (use_lora with bf16)",
     "rollouts": "rollouts: raise inference.gpus, orchestrator.max_concurrent or max_staleness",
-    "dropped groups": f"groups in place of those without a gradient: {REMEDY}, or stop here if the mean is high enough",
+    "dropped groups": f"replacements of groups without a gradient: {REMEDY}, or stop here if the mean is high enough",
     "evaluation": "evaluations: raise eval.every, or lower eval.num_examples",
 }
 
@@ -162,8 +163,9 @@ class Watch:
         self.metrics = show.Lines(run / "metrics.jsonl")
         self.evals = show.Lines(run / "eval.jsonl")
         self.rollouts = show.Lines(run / "rollouts.jsonl")
-        self.pending = []  # a line that was read, but is of a later batch
-        # What a live run had done before is not reported again, nor are steps after its checkpoint, which it repeats.
+        self.pending = []  # a line that was read, but belongs to a later batch
+        # What a live run had done before it was resumed is not reported again, nor are steps after its checkpoint,
+        # which it repeats.
         before = [line["step"] for line in show.Lines(run / "metrics.jsonl").new()] if is_live else []
         self.first = max(before, default=-1) + 1
         self.first_evals = {}  # {environment: the line of its first evaluation}
@@ -173,13 +175,13 @@ class Watch:
         self.seconds = Counter()
         self.is_live = is_live
         self.is_drawn = True
-        self.drawn = time.monotonic()  # when curves.png was
+        self.drawn = time.monotonic()  # when curves.png was drawn
         self.tracker = None
         self.tracker_name = tracker or self.cfg.run.tracker
 
     def attempt(self, what: str, work, *args) -> bool:
-        """Calls what is not worth the rest: pictures and trackers, which are other people's code, and perhaps need a
-        network. Returns whether it succeeded."""
+        """Calls something that must not end everything else if it fails: pictures and trackers, which are other
+        people's code, and perhaps need a network. Returns whether it succeeded."""
         try:
             work(*args)
         except Exception as e:
@@ -199,7 +201,7 @@ class Watch:
             self.tracker_name = ""  # going on would leave a gap; --once sends what is missing
 
     def rollouts_of(self, step: int) -> list[dict]:
-        """The lines of a batch that has been trained on: they were written before."""
+        """The lines of a batch that has been trained on, so that all of them have been written."""
         found = []
         read, self.pending = self.pending, []
         for line in chain(read, self.rollouts.new()):
@@ -215,7 +217,7 @@ class Watch:
         for line in self.metrics.new():
             rollouts = self.rollouts_of(line["step"])
             self.track("add_step", line, rollouts)
-            if line["step"] >= self.first and rollouts:  # a replay has none: it moves away from the sampler as it must
+            if line["step"] >= self.first and rollouts:  # a replay has none, and must move away from the sampler
                 self.report_step(line, rollouts)
         for line in self.evals.new():
             self.is_drawn = False
@@ -257,12 +259,12 @@ class Watch:
         statistics = show.eval_statistics(line["rows"], first["rows"])
         self.track("add_evaluation", line | statistics)
         steps = line["step"] - first["step"]
-        lost = [[x is None for x in rows] for rows in (line["rows"], first["rows"])]  # of other rows: no comparison
+        lost = [[x is None for x in rows] for rows in (line["rows"], first["rows"])]  # other examples: no comparison
         before = f" ({first['pass@1']:.3f} before)" if steps and lost[0] == lost[1] and "pass@1" in first else ""
         success = f"{line['success']} {line['pass@1']:.3f}{before}, " if "pass@1" in line else ""
         self.results[env] = f"{env}: {success}"
         self.results[env] += f"reward {show.with_interval(line['reward/mean'], statistics['ci95'])}"
-        if steps and statistics["gain"] is not None:  # there are two rows or more
+        if steps and statistics["gain"] is not None:  # there are two examples or more
             gain = show.with_interval(statistics["gain"], statistics["gain_ci95"])
             self.results[env] += f", gain {gain} in {steps} steps"
         if line["step"] < self.first:
@@ -288,7 +290,8 @@ class Watch:
             parts = ", ".join(f"{seconds / whole:.0%} for {part}" for part, seconds in waited.items() if seconds)
             text = f"{self.seconds['training'] / whole:.0%} training, {self.seconds['sync'] / whole:.0%} syncing"
             say(f"time: {whole:.0f} s, {text}, {wait / whole:.0%} waiting{f' ({parts})' if parts else ''}")
-            # Sampling goes on during training, unless max_staleness is 0: to wait at all means that it takes longer.
+            # Sampling goes on during training, unless max_staleness is 0. So if the trainer waits at all, sampling
+            # takes longer.
             is_late = wait > 0.1 * whole and self.cfg.orchestrator.max_staleness
             among = waited if is_late else BOUNDS
             say(f"time: bound by {BOUNDS[max(among, key=lambda part: self.seconds[part])]}")
