@@ -1,5 +1,4 @@
-"""Process groups, and two things that FSDP2 makes necessary: care with torch.compile, and with the master weights of
-16-bit training."""
+"""Process groups, and what FSDP2 needs: blocks that are compiled for it, and master weights for 16-bit training."""
 
 import math
 import os
@@ -13,7 +12,7 @@ def start_distributed(cfg):
     """Joins torchrun's ranks; without torchrun, this process is the only rank. Ranks wait for each other twice as long
     as the watchdog (run.watchdog) waits for all of them, so that the watchdog fires first."""
     limit = timedelta(seconds=2 * (cfg.run.watchdog + cfg.inference.startup_timeout))
-    # The variable RANK would not tell, since schedulers set it as well.
+    # RANK alone does not show this, since schedulers set it as well.
     alone = {} if dist.is_torchelastic_launched() else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     has_gpu = torch.cuda.is_available()
     if has_gpu:
@@ -22,9 +21,9 @@ def start_distributed(cfg):
 
 
 def make_process_group(store, rank, spec):
-    """A process group of its own, since the default one belongs to FSDP and to vLLM. When its limit has passed, NCCL's
-    watchdog kills the process. So this limit is twice ours: our own waits, for HTTP and for the store, end first and
-    are reported."""
+    """A process group of its own, since the default one belongs to FSDP and to vLLM. NCCL's watchdog kills the process
+    when the limit of a group has passed. So NCCL gets twice our limit: our own waits, for HTTP and for the store, end
+    first and are reported."""
     limit = timedelta(seconds=spec["timeout_s"])
     group = dist.ProcessGroup(store, rank, spec["size"])
     if spec["backend"] == "gloo":

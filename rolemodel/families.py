@@ -18,8 +18,8 @@ def without_dropout(config):
 
 
 def train(policy, mode=True):
-    """Replaces nn.Module.train. Only LoRA's dropout and the recomputation of blocks get to know about the training
-    mode, since they need it. Everything else computes as it does in sampling: with the noise that some families add in
+    """Replaces nn.Module.train. Only LoRA's dropout and the recomputation of blocks are told of the training mode,
+    since they need it. Everything else computes as it does in sampling: with the noise that some families add in
     training (dropout, jitter or sampling in routers, layers that are skipped), old and new log-probabilities would come
     from two different networks."""
     for module in policy.modules():

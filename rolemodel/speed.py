@@ -21,8 +21,8 @@ def step_flops(policy, batch, num_tokens: int, num_computed: int) -> float:
 
     For each token, a parameter takes 2 flops forward, 2 for the gradient of its input and, if it is trained, 2 for its
     own gradient. The head only sees loss tokens, and a token only goes through some of the experts. Attention takes
-    twice as much backward as forward, and a token looks back over half of its sequence on average. Not counted: what is
-    recomputed in backward, and log-probabilities that are computed before the first update."""
+    twice as much backward as forward, and in each layer, a token looks back over half of its sequence on average. Not
+    counted: what is recomputed in backward, and log-probabilities that are computed before the first update."""
     config = policy.model.config.get_text_config()
     num_experts = getattr(config, "num_experts_per_tok", None)  # for each token
 

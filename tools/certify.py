@@ -255,7 +255,8 @@ def certify_loss(loss: Loss) -> Report:
 
 
 def make_group(rewards_G: np.ndarray, forks=(1,), **more: list) -> list[orchestrator.Rollout]:
-    """Rollouts of three turns with these rewards and, for each, what `more` says of it. forks: of each, repeated."""
+    """Rollouts of three turns with these rewards and, for each, what `more` says about it. forks: how many sequences
+    each has; the list is repeated if it is too short."""
     group = []
     for i, (reward, num) in enumerate(zip(rewards_G.tolist(), cycle(forks))):
         r = orchestrator.Rollout("env", 0, 0, 0, i, version=20, num_turns=3, num_tokens=8, reward=reward)

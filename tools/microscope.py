@@ -4,8 +4,8 @@ batch.
     python tools/microscope.py outputs/run --arm trainer.loss=cispo --arm trainer.loss=grpo [--states 20] [key=value]
 
 An arm is one of the variants that are compared: a list of overrides of the keys that make a step (ARM). The first arm
-is compared with each other one. An arm cannot be a branch, as in tools/compare.py, since one process holds the policy
-of all arms: give a new loss a name of its own next to the old one.
+is compared with each of the others. An arm cannot be a branch, as in tools/compare.py, since one process holds the
+policy of all arms: give a new loss a name of its own next to the old one.
 
 After each step, the same held-out examples are answered with the same random numbers, and the policy's
 log-probabilities of the run's next batch are computed, which no arm has seen. Everything is paired by state. So it
@@ -189,7 +189,7 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
 
 
 def summary(found: dict) -> str:
-    """The means of the arms, and the differences between the first arm and each other one."""
+    """The means of the arms, and the differences between the first arm and each of the others."""
     text = ""
     for name, numbers in found.items():
         text += f"{name}: " + ", ".join(f"{key} {np.mean(values):.4g}" for key, values in numbers.items()) + "\n"

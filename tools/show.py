@@ -187,7 +187,7 @@ def group_table(lines: Iterator[dict], num: int) -> str:
 
 
 def as_text(line: dict, most: int = 0) -> str:
-    """A rollout with its heading. most: characters of a message, whose middle is left out; 0: all."""
+    """A rollout with its heading. most: how many characters of a message are shown, without its middle; 0: all."""
     text = (
         f"=== step {line['step']}, {line['env']}, example {line['example']}, rollout {line['member']}: {summary(line)}"
     )

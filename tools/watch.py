@@ -36,7 +36,7 @@ from tools import show
 WINDOW = 10  # steps that a warning looks at
 PAUSE = 30  # seconds, at least, between two pictures of a live run
 FLAT = 0.8  # of the groups: if more have no gradient, most of the sampling is wasted
-LOST = 0.05  # of the rollouts: if more are lost to errors, the others are no fair sample of the task
+LOST = 0.05  # of the rollouts: if more are lost to errors, the others are not a fair sample of the task
 CUT = 0.5  # of the rollouts: if more are cut off, rewards say little about what the policy can do
 KL = 0.1  # nats per token: importance weights are then typically off by half
 
@@ -69,7 +69,7 @@ def judge(name: str, groups: list[list[dict]]) -> bool:
     has_signal = report(dropped["flat"] + dropped["long"] <= FLAT * len(groups), what, remedy)
     cause = f", mostly: {errors.most_common(1)[0][0]}" if errors else ""
     what = f"{name}: {errors.total()} of {num} rollouts were lost{cause}"
-    is_fair = report(errors.total() <= LOST * num, what, "the rest is no fair sample of the task")
+    is_fair = report(errors.total() <= LOST * num, what, "the rest is not a fair sample of the task")
     is_whole = report(num_cut <= CUT * num, f"{name}: {num_cut} of {num} rollouts were cut off", LONGER)
     return has_signal and is_fair and is_whole
 

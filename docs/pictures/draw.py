@@ -91,7 +91,7 @@ def timeline():
 
 
 def tree():
-    """Three rollouts of a prompt, the last two of which share their first turn."""
+    """Three rollouts of a prompt. The last two also share their first turn."""
     texts = ["Q U E R Y a b".split(), "Q U E R Y c d e".split(), "Q U E R Y c d f g".split()]
     numbers = {text: number for number, text in enumerate(sorted({*sum(texts, [])}))}
     sequences = [torch.tensor([numbers[text] for text in words]) for words in texts]

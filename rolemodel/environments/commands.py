@@ -15,9 +15,10 @@ It gets the environment variables of the run, without those that look like secre
                         word: with a longer {prompt}, the rollout is lost
     HOME, TMPDIR        its working directory, which is new and empty, and is removed afterwards
 
-A command runs what the model writes. Without a sandbox, that can read and change whatever this user can. But all its
-processes end with the rollout, since they live in a pid namespace. In the sandbox (sandbox.py; it is no defense against
-attacks on the kernel) there is no network, and nothing but the system's programs. A relay connects it to the endpoint.
+A command runs what the model writes. Without a sandbox, this code can read and change whatever this user can. But all
+its processes end with the rollout, since they live in a pid namespace. In the sandbox (sandbox.py; it is no defense
+against attacks on the kernel) there is no network, and nothing but the system's programs. A relay connects it to the
+endpoint.
 """
 
 import asyncio
@@ -103,7 +104,7 @@ class Command:
     sandbox: no network, and no files but the system's, those in the program's directory or venv, and those in `show`,
     all read-only."""
 
-    # What a sandbox allows.
+    # The limits of a sandbox.
     memory = 4 << 30  # bytes, for each process; /tmp has a quarter of that
     processes = 256  # including threads
 

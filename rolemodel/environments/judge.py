@@ -101,7 +101,7 @@ class Judge:
 
 
 def as_text(messages: Messages) -> str:
-    """A conversation as the judge reads it, without thoughts; a single message is shown as its text alone."""
+    """A conversation as the judge reads it, without thoughts. Of a single message, only the text is shown."""
     texts = [without_thoughts(text_of(message.get("content") or "")) for message in messages]
     if len(messages) == 1:
         return texts[0]

@@ -72,7 +72,7 @@ class InProcess(vf.Harness[vf.HarnessConfig]):
 
 
 def messages_of(data):
-    """The messages with which a task's conversation begins, as in requests."""
+    """The first messages of a task's conversation, as they are in requests."""
     prompt = data.prompt or []
     if isinstance(prompt, str):
         prompt = [vf.UserMessage(content=prompt)]
@@ -96,7 +96,7 @@ async def result_of(function, places, connections):
 
 
 class Policy(vf.EvalClientConfig):
-    """The endpoint of a rollout. verifiers keeps a client for each configuration for ever. Since the address is
+    """The endpoint of a rollout. verifiers keeps a client for each configuration forever. Since the address is
     excluded, all rollouts have the same configuration."""
 
     base_url: str = Field(exclude=True)
