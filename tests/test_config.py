@@ -49,7 +49,7 @@ from rolemodel.run_directory import cut_lines, keep_examples, write_config
     ("trainer.lr=1", "'trainer.lr': unknown; did you mean 'trainer.learning_rate'"),
     ("trainer.dtype=fp16", "'trainer.dtype' = 'fp16': must be one of 'bf16', 'fp32'"),
     ("trainer.use_lora=True", "TOML writes true"),
-    ("trainer.lora_target_modules=[q_proj]", "TOML, which writes texts in lists and tables with quotes"),
+    ("trainer.lora_target_modules=[q_proj]", "not a TOML value: strings in lists and tables need quotes"),
     ("trainer.loss=cipso", "'trainer.loss' = 'cipso': .* did you mean 'cispo'"),
     ("trainer.loss=losses:gsppo", "losses.py has no 'gsppo'; did you mean 'gspo'"),
     ("trainer.loss=loses:gspo", "no module 'loses' .* did you mean 'losses'"),
