@@ -4,13 +4,12 @@ and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt)
 import random
 import re
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 from env import Messages, MultiTurnEnv, Rubric
+from orchestrator import Order
 from rolemodel.environments.parsers import XMLParser, number
 from rolemodel.environments.tools import ToolEnv
-from rolemodel.orders import Difficulty
 from rolemodel.role import ConfigError
 
 PARSER = XMLParser(["calc", "answer"])
@@ -48,15 +47,14 @@ class Calculator(MultiTurnEnv):
         return [{"role": "user", "content": "error" if result is None else str(result + self.error)}]
 
 
-class EachOperation(Difficulty):
-    """Prefers wordings that are solved half of the time. Sums, differences and products take turns, so that every batch
-    begins with the same number of each: after a batch of mostly sums, the model would add whatever it is asked."""
+class EachOperation(Order):
+    """Sums, differences and products take turns, so that every batch begins with the same number of each. After a batch
+    of mostly sums, the model would add whatever it is asked. A dropped group is replaced by any example."""
 
     def pick(self, step: int, slot: int, attempt: int) -> int:
-        for num in count():
-            example = super().pick(step, slot, attempt + 1_000_000 * num)
-            if attempt or example % 3 == slot % 3:
-                return example
+        example = super().pick(step, slot, attempt)
+        return example if attempt else example // 3 * 3 + slot % 3
+
 
 
 def correct(completion: Messages, answer: str) -> float:
@@ -82,7 +80,7 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
     rows = []
     for i in range(num):
         operation = "+-*"[i % 3]
-        _, _, wording = draw.choice([words for words in wordings if words[:2] == [split, operation]])
+        _, _, question = draw.choice([wording for wording in wordings if wording[:2] == [split, operation]])
         a, b = draw.randint(100, 999), draw.randint(100, 999)
         if operation == "-":
             a, b = max(a, b), min(a, b)
@@ -92,9 +90,9 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
         if tool_call:
             result = {"role": "tool" if tool_call == CALL else "user", "content": answer}
             solution = [{"role": "assistant", "content": tool_call.format(call)}, result, *solution]
-        question = wording.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
+        question = question.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
         prompt = [*head, {"role": "user", "content": question}]
-        rows.append({"prompt": prompt, "answer": answer, "solution": solution, "task": wording})
+        rows.append({"prompt": prompt, "answer": answer, "solution": solution})
     return rows
 
 
