@@ -56,7 +56,6 @@ class EachOperation(Order):
         return example if attempt else example // 3 * 3 + slot % 3
 
 
-
 def correct(completion: Messages, answer: str) -> float:
     return float(number(PARSER.parse_answer(completion[-1:])) == number(answer))
 
