@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import orchestrator
 import trainer
 from rolemodel.config import parse_override
-from rolemodel.lookup import find_function
+from rolemodel.lookup import TASKS, find_function
 from rolemodel.role import ConfigError, run_main
 from tools.plot import STYLES
 
@@ -384,7 +384,7 @@ def main(argv: list[str]):
     parser.add_argument("words", nargs="+", metavar="name, or key=value")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
     given = parser.parse_args(argv)
-    sys.path.append(".")  # the user's modules
+    sys.path += [".", str(TASKS)]  # the user's modules may be in this directory, or next to our TOMLs
     args = {}
     for word in given.words:
         args |= parse_override(word) if "=" in word else {}

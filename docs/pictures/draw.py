@@ -170,8 +170,9 @@ def calculator(runs: list[str]):
         steps, right = [line["step"] for line in lines], [line["correct"] for line in lines]
         half = [1.96 * (p * (1 - p) / line["n"]) ** 0.5 for p, line in zip(right, lines)]
         axis.errorbar(steps, right, yerr=half, color=color, marker=marker, capsize=3, label=Path(run).name)
+    axis.set_xticks(steps)
     axis.set_xlabel("step")
-    axis.set_ylabel("right answers, of 128")
+    axis.set_ylabel("share of right answers")
     axis.set_ylim(0, 1.02)
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, loc="lower right")
