@@ -53,7 +53,9 @@ def timeline():
             axis.text((batch["began"] + batch["first"]) / 2, row, f"batch {n}", ha="center", va="center")
             how = {"color": color, "height": 0.7, "alpha": 0.45}
             axis.barh(row, batch["ready"] - batch["first"], left=batch["first"], hatch="////", edgecolor="white", **how)
-            axis.barh(row, batch["held"] - batch["ready"], left=batch["ready"], fill=False, edgecolor=color, height=0.7)
+            if n in EVALUATE:  # until version n is live, the trainer would not take the batch anyway
+                left = max(batch["ready"], live[n])
+                axis.barh(row, batch["held"] - left, left=left, fill=False, edgecolor=color, height=0.7)
             axis.barh(0, TRAIN, left=batch["start"], color=color, height=0.7)
             axis.text(batch["start"] + TRAIN / 2, 0, f"step {n}", ha="center", va="center")
             axis.barh(0, SYNC, left=batch["start"] + TRAIN, color="0.35", height=0.7)
