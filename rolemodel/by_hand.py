@@ -13,7 +13,8 @@ from rolemodel.role import say
 
 def print_commands(roles, run_dir):
     """Prints a block of commands for each role, to be pasted into a shell of its own. The export line is the same in
-    every block."""
+    every block. The parentheses make a subshell, so that the variables are gone when the role has ended: otherwise the
+    next launch.sh in this terminal would use the servers of this run."""
     shared = {key: os.environ.get(key, value) for key, value in COMMON.items()}
     shared |= {key: x for key, x in roles[0].env.items() if all(role.env.get(key) == x for role in roles)}
     exported = ("ROLEMODEL_RUN_ID", "PYTHONUTF8", "HF_HUB_OFFLINE")  # set by the launcher and launch.sh
@@ -24,11 +25,11 @@ def print_commands(roles, run_dir):
         if any(isinstance(thing, int) for thing in role.after):
             when = ", when the servers answer"
         own = {key: value for key, value in role.env.items() if key not in shared}
-        print(f"# {role.name}{when}\ncd {shlex.quote(str(ROOT))}")
+        print(f"# {role.name}{when}\n(\ncd {shlex.quote(str(ROOT))}")
         print("export", shlex.join(f"{key}={value}" for key, value in shared.items()))
         if role.name == "orchestrator":  # the new servers have no version of this run yet
             print("rm -f", shlex.join(str(run_dir / name) for name in ("version", "done", "solved")))
-        print("env", shlex.join([*(f"{key}={value}" for key, value in own.items()), *role.argv]), end="\n\n")
+        print("env", shlex.join([*(f"{key}={value}" for key, value in own.items()), *role.argv]), end="\n)\n\n")
         before = role.name
 
 

@@ -55,8 +55,8 @@ def write_copies(folder):
 
 
 def paste(toml, *overrides):
-    """Gives each block of --print to a shell of its own, which has nothing of the launcher's. Returns {role: (exit
-    code, what it said)} of those that end by themselves."""
+    """Gives each block of --print to a shell of its own, which has nothing of the launcher's, and afterwards has no
+    variable of the run's. Returns {role: (what it said, exit code)} of those that end by themselves."""
     bare = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
     command = ["bash", "launch.sh", "--print", str(toml), *overrides]
     printed = subprocess.run(command, cwd=ROOT, env=bare | {"SERVER": FAKE_SERVER}, capture_output=True, text=True)
@@ -66,7 +66,7 @@ def paste(toml, *overrides):
     for block in printed.stdout.strip().split("\n\n"):
         role = re.match(r"# (\w+)", block)[1]
         shells[role] = subprocess.Popen(["bash"], cwd="/", env=bare, start_new_session=True, **pipes)
-        shells[role].stdin.write(block + "\n")
+        shells[role].stdin.write(f"{block}\ncode=$?; env | grep ^ROLEMODEL && exit 99; exit $code\n")
         shells[role].stdin.close()
         shells[role].stdin = None
     server = shells.pop("inference")
