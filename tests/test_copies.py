@@ -1,5 +1,6 @@
 """Changed copies of the roles, the commands that --print shows, and tools/loop.py: by files and command lines alone."""
 
+import asyncio
 import os
 import re
 import signal
@@ -8,6 +9,11 @@ import sys
 
 import pytest
 from conftest import FAKE_SERVER, ROOT, all_batches, final, launch, lines, write_run
+
+import trainer
+from rolemodel.config import load_config
+from rolemodel.run_directory import run_directory
+from tools import loop
 
 pytestmark = pytest.mark.slow
 LOG = 'return loss_N, {"policy/clip_frac": r_N > ratio_cap'
@@ -129,3 +135,20 @@ def test_the_loop_computes_what_a_run_computes(models, tmp_path):
     assert tried == expected and "'dropped': 'flat'" in "".join(tried)
     found, expected = final(tmp_path / "loop"), final(tmp_path / "run")
     assert max((found[name] - w).abs().max() for name, w in expected.items()) < 1e-6
+
+
+def test_the_loop_writes_the_model_of_a_task_that_is_solved(models, tmp_path, fake_servers, monkeypatch):
+    """Here in its second step. Runs that ended early left no model (NeMo-RL #3429)."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def see(self, name, group):
+        if metrics.exists():
+            raise loop.Solved
+
+    monkeypatch.setattr(loop.Limits, "see", see)
+    monkeypatch.setattr(trainer, "start_distributed", lambda cfg: None)  # the tests have done it
+    monkeypatch.setenv("ROLEMODEL_RUN_ID", "run")
+    toml = write_run(tmp_path, models["untied"], 3, '{ kind = "noise" }')
+    cfg = load_config(toml, [f'inference.urls=["{fake_servers()}"]', "orchestrator.max_staleness=0"])
+    asyncio.run(loop.train(cfg, run_directory(cfg)))
+    assert len(lines(metrics)) == 1 and final(tmp_path / "run")

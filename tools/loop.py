@@ -57,24 +57,27 @@ async def train(cfg, run_dir: Path):
             groups.append(group)
         return groups
 
-    for step in range(cfg.run.max_steps + 1):
-        began = time.perf_counter()
-        await client.until(step)  # the servers have version `step` of the policy
-        if is_due(step, cfg):
-            await orchestrator.evaluate(step, {task.name: env}, client)
-        if step == cfg.run.max_steps:
-            break
-        # Sample a batch of groups, with rewards and advantages.
-        slots = range(step * num_groups, (step + 1) * num_groups)
-        groups = sum(await asyncio.gather(*(sample_groups(step, slot) for slot in slots)), [])
-        memory = {task.name: order.memory}
-        orchestrator.commit_batch(step, groups, order.commit(step, groups), memory, run_dir, cfg)
-        # Train on it: loss, gradient, AdamW.
-        batch = trainer.load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
-        metrics, table = trainer.train_step(policy, optimizer, batch, step, cfg)
-        # Give the servers the new weights.
-        metrics = batch.info["metrics"] | metrics | trainer.sync_weights(sender, policy, step + 1, cfg)
-        log_step(run_dir, step, metrics | {"time/step_s": time.perf_counter() - began}, table["policy/logp"])
+    try:
+        for step in range(cfg.run.max_steps + 1):
+            began = time.perf_counter()
+            await client.until(step)  # the servers have version `step` of the policy
+            if is_due(step, cfg):
+                await orchestrator.evaluate(step, {task.name: env}, client)
+            if step == cfg.run.max_steps:
+                break
+            # Sample a batch of groups, with rewards and advantages.
+            slots = range(step * num_groups, (step + 1) * num_groups)
+            groups = sum(await asyncio.gather(*(sample_groups(step, slot) for slot in slots)), [])
+            memory = {task.name: order.memory}
+            orchestrator.commit_batch(step, groups, order.commit(step, groups), memory, run_dir, cfg)
+            # Train on it: loss, gradient, AdamW.
+            batch = trainer.load_batch(run_dir / "batches" / f"step_{step:06d}.safetensors")
+            metrics, table = trainer.train_step(policy, optimizer, batch, step, cfg)
+            # Give the servers the new weights.
+            metrics = batch.info["metrics"] | metrics | trainer.sync_weights(sender, policy, step + 1, cfg)
+            log_step(run_dir, step, metrics | {"time/step_s": time.perf_counter() - began}, table["policy/logp"])
+    except Solved as solved:
+        say(str(solved))
     blocks = trainer.stream_weights(policy.model, trainer.PRECISIONS[cfg.trainer.dtype], cfg.trainer.use_lora)
     write_final(run_dir / "final", policy.model, blocks, cfg)
     await client.http.close()
@@ -91,10 +94,7 @@ def main(argv: list[str]):
     write_config(run_dir, to_toml(cfg))
     os.environ.setdefault("ROLEMODEL_RUN_ID", f"{run_dir.name}-{os.getpid()}")
     with servers(cfg, [path, *overrides], run_dir):
-        try:
-            asyncio.run(train(load_config(path, overrides), run_dir))
-        except Solved as solved:
-            say(str(solved))
+        asyncio.run(train(load_config(path, overrides), run_dir))
 
 
 if __name__ == "__main__":
