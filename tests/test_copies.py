@@ -119,6 +119,12 @@ def test_a_role_that_is_started_alone_says_what_it_lacks(script, models, tmp_pat
     assert done.returncode == 2 and "inference.urls is empty, and this role needs a server" in done.stderr
 
 
+def test_the_loop_sets_variables_before_torch_reads_them():
+    """OMP_NUM_THREADS, for example, which a container's quota decides (torchtitan #4031, optimum-benchmark #27)."""
+    command = [sys.executable, "-c", "import sys; import tools.loop; sys.exit('torch' in sys.modules)"]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
 def test_the_loop_computes_what_a_run_computes(models, tmp_path):
     """All batches of a strictly on-policy run, and its weights. The loop tries a slot's groups in a row, the run side
     by side: the first by its number counts, and what was cancelled is nowhere."""

@@ -16,7 +16,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from env import load_environment
 from rolemodel.by_hand import servers
-from rolemodel.checkpoints import log_step, write_final
 from rolemodel.config import load_config, to_toml
 from rolemodel.evaluation import is_due
 from rolemodel.limits import Limits, Solved
@@ -28,6 +27,7 @@ from rolemodel.run_directory import next_batch, run_directory, write_config
 async def train(cfg, run_dir: Path):
     import orchestrator  # after load_config: these are the copies that the configuration names, if it names any
     import trainer
+    from rolemodel.checkpoints import log_step, write_final  # with torch, which reads the variables that servers() sets
 
     # The task, the policy, and a server that has the policy's weights.
     (task,) = cfg.env
