@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,20 +117,33 @@ def test_arms_that_are_code(study, tmp_path):
 
 
 def test_the_digest_is_of_the_content_of_all_files(tmp_path):
-    """coding-tools-mcp #64, daydream #234: new files, files that are no code, and those next to a TOML elsewhere."""
-    root, place, out = (tmp_path / name for name in ("root", "place", "root/out"))
-    for folder in (root, place, out):
-        folder.mkdir()
+    """coding-tools-mcp #64, daydream #234: new files, files that are no code, those next to a TOML or a script that is
+    elsewhere. opencode #18734: without a repository there is no commit, but the code in folders counts."""
+    root, place, other, out = (tmp_path / name for name in ("root", "place", "other", "root/out"))
+    for folder in (root, place, other, out, root / "rolemodel/__pycache__"):
+        folder.mkdir(parents=True)
     subprocess.run(["git", "init", "-q", root], check=True)
-    (root / ".gitignore").write_text("ignored")
-    run = compare.Run("a", 0, out / "a-seed0", [f'origin="{place}/it.toml"'], root=root)
+    (root / ".gitignore").write_text("ignored\n*.pyc")
+    args = [f'origin="{place}/it.toml"', f"trainer.script={other}/my_trainer.py"]
+    run = compare.Run("a", 0, out / "a-seed0", args, root=root)
     names = {"root/mine.py": 1, "root/task.txt": 1, "place/mine.py": 1, "root/ignored": 0, "root/out/log": 0}
-    for name, is_read in names.items():
-        before = compare.find_code(run)
-        for text in "ab":
-            (tmp_path / name).write_text(text)
-            assert (compare.find_code(run) != before) == is_read
+    names |= {"root/rolemodel/losses.py": 1, "other/my_trainer.py": 1, "root/rolemodel/__pycache__/losses.pyc": 0}
+
+    def check():
+        for name, is_read in names.items():
             before = compare.find_code(run)
+            for text in "ab":
+                (tmp_path / name).write_text(text)
+                assert (compare.find_code(run) != before) == is_read, name
+                before = compare.find_code(run)
+
+    check()
+    shutil.rmtree(root / ".git")
+    del names["root/ignored"]  # git knows what is ignored
+    for name in names:
+        (tmp_path / name).unlink()
+    check()
+    assert compare.find_code(run).startswith("none-")
 
 
 def test_an_arm_may_be_a_copy_of_a_role(study, tmp_path, monkeypatch):
