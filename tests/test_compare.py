@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -178,6 +179,34 @@ def test_a_study_that_is_killed_goes_on(study, tmp_path):
         assert process.exitcode == -number
         wait_until(lambda: not having(f"{tmp_path}/launch.py"))
     assert [line["exit"] for line in study(*command)] == [0, 0]
+
+
+def test_one_run_makes_the_model_in_each_tree(tmp_path, monkeypatch):
+    """Where all arms were code, no two runs ever ran at once (hydra #1974: n_jobs=2 without effect)."""
+    names = ("a0", "b0", "a1", "b1")
+    runs = [compare.Run(name[0], int(name[1]), tmp_path / name, [], root=tmp_path / name[0]) for name in names]
+    running = []
+    found = []  # the runs that run as another one starts, and whether it makes the model
+
+    def start(run, *args):
+        def poll():
+            num = next(polls)
+            if num == 1:
+                (run.root / "model").mkdir(parents=True, exist_ok=True)
+            if num < 3:
+                return None
+            running.remove(run.path.name)
+            return 0
+
+        found.append(([*running], not (run.root / "model").exists()))
+        running.append(run.path.name)
+        run.path.mkdir()
+        polls = itertools.count()
+        return SimpleNamespace(poll=poll)
+
+    monkeypatch.setattr(compare, "start", start)
+    compare.run_all(runs, None, 4, SimpleNamespace(run=SimpleNamespace(prepare="make.py", model="model")))
+    assert found == [([], True), (["a0"], True), (["a0", "b0"], False), (["a0", "b0", "a1"], False)]
 
 
 @pytest.mark.parametrize("args, message", [
