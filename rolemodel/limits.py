@@ -37,7 +37,7 @@ class Limits:
             self.other_scale.add(name)
         if not group[0].dropped:
             return useless.clear()
-        useless.append(all(r.reward is not None and is_solved(r) for r in group))
+        useless.append(all(r.reward and is_solved(r) for r in group))  # a right answer may be cut off and get 0
         if len(useless) > self.most:
             text = f"{name}: {len(useless)} groups in a row had no gradient"
             if all(useless) and name not in self.other_scale:

@@ -650,6 +650,16 @@ def test_another_scale_than_0_to_1_tells_no_success():
             limits.see("e", group)
 
 
+def test_a_task_is_not_solved_if_its_rewards_are_0():
+    """verl #7405, UniRL #19: all right answers were cut off, zero_truncated_completions took their rewards, and the run
+    ended with success."""
+    group = [rollout(0.0, metrics={"exact": 1.0}, truncated=True, dropped="flat")]
+    limits = Limits(0.1, 1)
+    with pytest.raises(DataError, match="had no gradient"):
+        for _ in range(300):
+            limits.see("e", group)
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 def test_evaluations_are_asked_alike_at_every_version(run, tmp_path, adapters):
     """And however long they take: the batch that would change their weights waits for them."""
