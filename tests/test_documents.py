@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, append
 
 PAGES = [ROOT / "README.md", ROOT / "tools/README.md", *ROOT.glob("docs/*.md")]
 SHORT = "max_steps=2 eval.num_examples=4 eval.every=1 checkpoint.every=1"  # wins over what a command says before it
@@ -52,3 +52,21 @@ def test_commands(tmp_path):
     for command in found:
         done = subprocess.run(command, shell=True, cwd=clone, env=env, capture_output=True, text=True)
         assert not done.returncode, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+def test_the_picture_has_every_run_and_no_bar_without_a_width(tmp_path, monkeypatch):
+    """lm-evaluation-harness #4070: none of 16 right looked as sure as none of 5000. MacroEconometricModels.jl #473:
+    what came after the last color was left out."""
+    monkeypatch.syspath_prepend(ROOT / "docs/pictures")
+    import draw
+
+    monkeypatch.setattr(draw, "FOLDER", tmp_path)
+    for i in range(7):
+        (tmp_path / f"run{i}").mkdir()
+        evals = [{"step": step, "correct": share, "n": 16} for step, share in ((0, 0.0), (10, 0.5), (20, 1.0))]
+        append(tmp_path / f"run{i}" / "eval.jsonl", evals)
+    draw.calculator([str(tmp_path / f"run{i}") for i in range(7)])
+    drawn = draw.plt.gca().containers
+    assert len(drawn) == 7 and (tmp_path / "calculator.png").exists()
+    ends = [end for segment in drawn[0][2][0].get_segments() for end in segment[:, 1]]
+    assert ends == pytest.approx([0, 0.194, 0.28, 0.72, 0.806, 1], abs=1e-3)

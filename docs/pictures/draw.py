@@ -7,9 +7,11 @@ The timeline follows the rules at the top of orchestrator.py, with made-up durat
 rolemodel/trees.py, and rolemodel/config.py says which GPU belongs to which role."""
 
 import sys
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 import torch
 
 matplotlib.use("Agg")
@@ -165,13 +167,16 @@ def gpus():
 
 
 def calculator(runs: list[str]):
-    """The share of right answers to the test questions at each step. Bars are 95% intervals over the questions."""
+    """The share of right answers to the test questions at each step. Bars are 95% intervals over the questions
+    (Wilson's, which have a width even if all answers are right, or none)."""
     fig, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
-    for run, color, marker in zip(runs, COLORS, "os^vD"):
-        lines = list(Lines(Path(run) / "eval.jsonl").new())
-        steps, right = [line["step"] for line in lines], [line["correct"] for line in lines]
-        half = [1.96 * (p * (1 - p) / line["n"]) ** 0.5 for p, line in zip(right, lines)]
-        axis.errorbar(steps, right, yerr=half, color=color, marker=marker, capsize=3, label=Path(run).name)
+    for run, color, marker in zip(runs, cycle(COLORS), cycle("os^vD")):
+        lines = Lines(Path(run) / "eval.jsonl").new()
+        steps, p, n = np.array([(line["step"], line["correct"], line["n"]) for line in lines]).T
+        middle = (p + 1.92 / n) / (1 + 3.84 / n)  # 1.92 is half of 1.96 ** 2
+        half = 1.96 * np.sqrt(p * (1 - p) / n + 0.96 / n**2) / (1 + 3.84 / n)
+        bars = [p - middle + half, middle + half - p]
+        axis.errorbar(steps, p, yerr=bars, color=color, marker=marker, capsize=3, label=Path(run).name)
     axis.set_xticks(steps)
     axis.set_xlabel("step")
     axis.set_ylabel("share of right answers")
