@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import ROOT, append
+from conftest import ROOT, all_batches, append, lines
 
 PAGES = [ROOT / "README.md", ROOT / "tools/README.md", *ROOT.glob("docs/*.md")]
 SHORT = "max_steps=2 eval.num_examples=4 eval.every=1 checkpoint.every=1"  # wins over what a command says before it
@@ -27,6 +27,17 @@ def test_links(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+def test_metrics_have_the_names_that_the_page_gives_them(run):
+    """A dashboard that asks for another name stays empty (OpenRLHF #1281)."""
+    run_dir = run(1, "{}", "eval.every=1")
+    training, evaluations = (ROOT / "docs/metrics.md").read_text().split("## Evaluations")
+    written = all_batches(run_dir)[0].info["metrics"], lines(run_dir / "eval.jsonl")[0]
+    for text, metrics in zip((training, evaluations), written):
+        first_cells = " ".join(re.findall(r"^\| (.*?) \|", text, re.MULTILINE))
+        names = {name.replace("letters", "<function>") for name in metrics}
+        assert names <= {*re.findall("`(.*?)`", first_cells)}
 
 
 def commands(page):
