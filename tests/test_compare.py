@@ -4,6 +4,7 @@ import glob
 import itertools
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -318,3 +319,13 @@ def test_what_is_claimed():
     assert said.startswith("a and d: nothing can be claimed, 1 more seeds lack a score (-0.025 +- 0.021; 4 seeds")
     (said,) = compare.compare_pairs({"a": {0: 0.1 + 0.2, 1: 0.5}, "b": {0: 0.3, 1: 0.5}})
     assert "no difference can be claimed (0.000; 2 seeds, p = 1)" in said
+
+
+def test_the_readme_shows_what_is_printed():
+    """Its table had other columns and arms (clawrium #480); the digits may differ."""
+    one, other = compare.parse_arms(["trainer.loss=cispo", "trainer.loss=mine:with_bonus"])
+    scores = {one: {0: 0.7, 1: 0.72, 2: 0.71}, other: {0: 0.69, 1: 0.68, 2: 0.72}}
+    found = [{"arm": arm, "score": score} for arm in scores for score in scores[arm].values()]
+    printed = f"{compare.table(found)}\n\n- {compare.compare_pairs(scores)[0]}"
+    printed, readme = (re.sub(r"\d\.\d+", "0.0", text) for text in (printed, (ROOT / "README.md").read_text()))
+    assert printed in readme
