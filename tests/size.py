@@ -87,8 +87,8 @@ def limits(run):
         ("lines of the roles", lines, 1015),
         ("tokens of the roles", tokens, 12_050),
         ("lines that a run executes", total(run)[0], 3000),
-        ("lines of all but tests", code, 7900),
-        ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.73),
+        ("lines of all but tests", code, 7820),
+        ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.74),
     ]
 
 
