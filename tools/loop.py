@@ -46,7 +46,7 @@ async def train(cfg, run_dir: Path):
     limits = Limits(cfg.orchestrator.max_error_share, num_groups)
 
     async def sample_groups(step: int, slot: int) -> list[list]:
-        """Samples groups, each of one example, until the rewards of one differ: those before it have no gradient."""
+        """Samples groups, each from one example, until one has differing rewards; the ones before it are dropped."""
         groups = []
         while not groups or groups[-1][0].dropped:
             example = order.pick(step, slot, len(groups))
