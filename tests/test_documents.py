@@ -55,6 +55,7 @@ def commands(page):
             command = re.sub(r"\s+#.*", "", line)
             if command and not command.startswith(NOT_HERE):
                 is_run = re.match(r"bash launch.sh|python tools/(compare|replay).py", command)
+                command = re.sub(r"--(seeds|states) \d+", r"--\1 1", command)
                 yield f"{command} {SHORT}" if is_run else command
 
 
