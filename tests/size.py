@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [*ROOT.glob("tests/**/*.py")]
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-PRODUCT = [path for folder in ("", "configs/**/", "rolemodel/**/", "tools/**/") for path in ROOT.glob(f"{folder}*.py")]
+PRODUCT = [path for folder in ("", "configs/**/", "docs/**/", "rolemodel/**/", "tools/**/") for path in ROOT.glob(f"{folder}*.py")]
 # The task of configs/calculator.toml, and what it imports.
 TASK = [
     ROOT / "configs/calculator.py",
@@ -87,8 +87,8 @@ def limits(run):
         ("lines of the roles", lines, 1015),
         ("tokens of the roles", tokens, 12_050),
         ("lines that a run executes", total(run)[0], 3000),
-        ("lines of all but tests", code, 7820),
-        ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.74),
+        ("lines of all but tests", code, 7979),
+        ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.73),
     ]
 
 
