@@ -19,7 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = [*ROOT.glob("tests/**/*.py")]
 NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-PRODUCT = [path for folder in ("", "configs/**/", "docs/**/", "rolemodel/**/", "tools/**/") for path in ROOT.glob(f"{folder}*.py")]
+PRODUCT = [
+    path
+    for folder in ("", "configs/**/", "docs/**/", "rolemodel/**/", "tools/**/")
+    for path in ROOT.glob(f"{folder}*.py")
+]
 # The task of configs/calculator.toml, and what it imports.
 TASK = [
     ROOT / "configs/calculator.py",
