@@ -71,7 +71,7 @@ def test_names_keep_their_meaning(lines, tmp_path):
     assert {key: value for key, value in found.items() if key not in ("model", "env", "run_name")} == MEANS[lines]
 
 
-REFUSED = [*compat.REFUSED, ("loss_type", "sapo"), ("loss_type", "cispo"), ("report_to", "mlflow"), ("fp16", True)]
+REFUSED = [*compat.REFUSED, ("max_prompt_length", 9), ("loss_type", "sapo"), ("loss_type", "cispo"), ("fp16", True)]
 
 
 @pytest.mark.parametrize("refused", REFUSED, ids=str)

@@ -16,15 +16,15 @@ def contents(folder):
 
 
 def test_the_best_is_of_all_environments_and_the_earliest_of_equal_ones(tmp_path):
-    """labs-molt #18, NeMo-RL #3071."""
+    """labs-molt #18, NeMo-RL #3071: of equal ones, the order of a set would choose 56."""
     (tmp_path / "config.toml").write_text('env = [{ id = "a" }, { id = "b" }]')
-    rewards = {56: (0, 1), 30: (0, 1), 150: (1, 0), 999_999: (0, 0), 1_000_000: (1,), 500: (0.5, 0.5)}
+    rewards = {56: (0, 1), 20: (0, 1), 150: (1, 0), 999_999: (0, 0), 1_000_000: (1,), 500: (0.5, 0.5)}
     for step, scores in rewards.items():
         (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
         append(tmp_path / "eval.jsonl", [{"step": step, "env": e, "rows": [x]} for e, x in zip("ab", scores)])
     (tmp_path / "checkpoints" / "step_backup").mkdir()
     found = [export.find_checkpoint(tmp_path, which).name for which in ("best", None, "999999")]
-    assert found == ["step_000030", "step_1000000", "step_999999"]
+    assert found == ["step_000020", "step_1000000", "step_999999"]
 
 
 @pytest.mark.parametrize("lora", ["false", "true"])
