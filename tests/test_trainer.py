@@ -561,7 +561,7 @@ def test_a_resumed_run_is_the_same(replay, tmp_path, monkeypatch):
     for last in (1, 2):
         for step in range(last + 1, 4):
             shutil.rmtree(run_dir / "checkpoints" / f"step_{step:06d}")
-        (run_dir / "checkpoints" / "step_000009.tmp").mkdir(exist_ok=True)
+        (run_dir / "checkpoints" / "step_backup").mkdir(exist_ok=True)
         replay(saved, "checkpoint.every=1", "checkpoint.keep=9")
         torch.testing.assert_close(final(run_dir), whole, **EXACT)
         before, metrics = metrics, lines(run_dir / "metrics.jsonl")
