@@ -15,14 +15,13 @@ from safetensors.torch import load_file
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-FOLDER = Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from rolemodel.config import load_config
 from tools.compare import find_runs, holm, interval, p_value, read_results
 from tools.show import Lines, with_interval
 
 ROWS = [  # number of the finding, what is compared, variant, reference, the share that was claimed
-    (1, "20% of rewards flipped", "flip20", "base", 0.97),
+    (1, "20% of rewards flipped", "flip20", "base", None),
     (1, "40% of rewards flipped", "flip40", "base", 0.95),
     (1, "40% flipped, a sixth of the rate", "flip40slow", "base", 0.95),
     (2, "rewards shuffled in each group", "permuted", "base", 0.0),
@@ -86,7 +85,7 @@ def law(run: Path) -> float:
 
 
 def main(study: Path):
-    rows = [row for row in ROWS if all([*study.glob(f"{arm}-seed*/done")] for arm in row[2:4])]
+    rows = [row for row in ROWS if all([*study.glob(f"{arm}-seed*/eval.jsonl")] for arm in row[2:4])]
     measured = [measure(study, *row[2:4]) for row in rows]
     corrected = holm([p for *_, p, _ in measured])
     print(
@@ -112,7 +111,7 @@ def main(study: Path):
     axis.set_xlabel("share of the gain (1: as good as the reference, below 0: became worse)")
     axis.grid(axis="x", alpha=0.3)
     axis.legend()
-    figure.savefig(FOLDER.parent / "pictures" / "findings.png", dpi=90)
+    figure.savefig(study / "findings.png", dpi=90)
 
 
 if __name__ == "__main__":
