@@ -198,7 +198,7 @@ def test_other_trackers_get_the_same(write, monkeypatch):
 
 def test_wandb_writes_numbers_and_tables(write):
     run = write(range(12))
-    run = run.rename(run.with_name("a: b? #c" + 100 * "d"))  # Metta #2490
+    run = run.rename(run.with_name(100 * "d" + "a: b? #c"))  # Metta #2490
     command = [sys.executable, str(ROOT / "tools" / "watch.py"), str(run), "--once", "--tracker", "wandb"]
     env = os.environ | {"WANDB_MODE": "offline", "HOME": str(run)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
