@@ -190,7 +190,6 @@ def test_other_trackers_get_the_same(write, monkeypatch):
     run = write(range(3))
     for name in ("trackio", "tensorboard"):
         watch.main([str(run), "--once", "--tracker", name])
-        (run / "tracker.json").unlink()
     add = board.SummaryWriter.return_value.add_scalar
     assert [x["reward/mean"] for x in sent[1:] if "reward/mean" in x] == [0.5] * 3
     assert [call.args[2] for call in add.call_args_list if call.args[0] == "reward/mean"] == [1, 2, 3]

@@ -29,14 +29,15 @@ class TensorBoard:
 
 
 class Tracker:
-    """Sends everything once: tracker.json knows what has been sent, so a run may be sent later or in parts, and steps
-    that a resumed run trains again are not sent again. Account and project are set in the usual way of wandb and
-    trackio: WANDB_PROJECT, WANDB_MODE=offline, ... TensorBoard's files are in the run's directory."""
+    """Sends everything once. A file in the run's directory, for each tracker, knows what has been sent, so a run may be
+    sent later or in parts, and steps that a resumed run trains again are not sent again. Account and project are set in
+    the usual way of wandb and trackio: WANDB_PROJECT, WANDB_MODE=offline, ... TensorBoard's files are in the run's
+    directory."""
 
     COLUMNS = ["step", "env", "example", "member", "reward", "truncated", "prompt", "completion"]
 
     def __init__(self, name: str, run: Path, cfg):
-        self.file = run / "tracker.json"
+        self.file = run / f"tracker-{name}.json"
         self.sent = {"id": f"{run.name}-{os.urandom(4).hex()}"}
         if self.file.exists():
             self.sent = json.loads(self.file.read_text())
