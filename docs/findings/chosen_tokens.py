@@ -1,4 +1,4 @@
-"""Losses that train on a fifth of the tokens: those with the highest entropy, those with the lowest, or any."""
+"""Losses that train on a fifth of the tokens: those with the highest entropy, or any."""
 
 import torch
 
@@ -8,10 +8,6 @@ from trainer import cispo
 def highest(micro, logp_N, entropy_N, share=0.2):
     """The claim of 2506.01939: the tokens with the highest entropy suffice."""
     return keep(micro, logp_N, entropy_N, entropy_N, share)
-
-
-def lowest(micro, logp_N, entropy_N, share=0.2):
-    return keep(micro, logp_N, entropy_N, -entropy_N, share)
 
 
 def random(micro, logp_N, entropy_N, share=0.2):
