@@ -55,8 +55,6 @@ def content(x, within=()):
         return sorted(map(part, x), key=json.dumps)
     if hasattr(x, "getpalette"):  # an image of PIL's, whose state has its file's name as well
         return [x.mode, x.size, x.getpalette(), x.tobytes().hex()]
-    if hasattr(x, "_hf_encoded"):  # a sound or video of Hugging Face's: its decoder is never the same
-        return part(x._hf_encoded)
     text = without_address(str(x))
     if isinstance(x, type):
         return text

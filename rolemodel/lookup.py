@@ -118,8 +118,6 @@ def import_file(name, path):
 
 def names_in(path):
     """{name: the node of the syntax tree that defines it, or None if it is imported} for the top level of a file."""
-    if path.suffix != ".py":
-        return {ANYTHING: None}
     try:
         nodes = ast.parse(path.read_bytes(), path).body
     except SyntaxError as error:

@@ -21,7 +21,8 @@ from env import Rubric
 from rolemodel.environments import endpoint, sandbox
 from rolemodel.environments.agents import AgentEnv
 from rolemodel.environments.commands import Command, CommandFailed
-from rolemodel.environments.sandbox import CannotContain, Sandbox
+from rolemodel.environments.sandbox import Sandbox
+from rolemodel.role import ConfigError
 
 SOURCE = Path(__file__).with_name("command_agent.py").read_text()
 PYTHON = [sandbox.find_python()[0], "-I", "-S", "-c", SOURCE]
@@ -223,7 +224,7 @@ def test_a_hole_is_found_at_once(outside, monkeypatch, name, old, why):
     if "files" in why:
         monkeypatch.setattr(tempfile, "tempdir", outside)
         monkeypatch.setattr(sandbox, "SYSTEM", [*sandbox.SYSTEM, outside])
-    with pytest.raises(CannotContain, match=why):
+    with pytest.raises(ConfigError, match=why):
         Sandbox()
 
 

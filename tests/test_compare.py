@@ -156,9 +156,8 @@ def test_an_arm_may_be_a_copy_of_a_role(study, tmp_path, monkeypatch):
 
 
 def test_a_grid(study):
-    grid = ["--grid", "trainer.learning_rate=0.1,0.2,0.3", "trainer.loss=grpo,cispo", "--seeds", "1"]
-    drawn = [[line["arm"] for line in study(*grid, "--draw", num)] for num in "2239"]
-    assert drawn[0] == drawn[1] == drawn[2][:2] and len({*drawn[2]}) == 3 and len({*drawn[3]}) == 6
+    found = study("--grid", "trainer.learning_rate=0.1,0.2,0.3", "trainer.loss=grpo,cispo", "--seeds", "1")
+    assert len({line["arm"] for line in found}) == 6
 
 
 def test_seeds_until_it_is_decided(study):

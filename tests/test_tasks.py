@@ -157,7 +157,8 @@ ANSWERS = [  # the text, the answer, whether it is right
 
 def test_math_python(tmp_path):
     for text, answer, is_right in ANSWERS:
-        assert math_python.correct([{"role": "assistant", "content": text}], answer) == is_right, text
+        said = [{"role": "assistant", "content": text}]
+        assert asyncio.run(math_python.correct(said, answer)) == is_right, text
     huge = {"role": "assistant", "content": r"\boxed{9^{9^{9^9}}}"}
     task = load_environment("math_python", {"allow_unsandboxed_python": True})
     assert asyncio.run(task.rubric.score({"completion": [huge], "answer": "1"}))[1] == {"correct": 0, "tool_calls": 0}
@@ -283,9 +284,10 @@ def test_a_model_is_made_again_if_its_task_has_changed(quick, monkeypatch):
 @pytest.mark.parametrize("script, size", [("toy", 103), ("shaped", 1000)])
 def test_a_model_is_warmed_up(script, size, quick):
     _, toml, model = quick
-    env = os.environ | {"SHAPE": "toy"}
-    command = [sys.executable, f"configs/models/{script}.py", toml]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    small = "{'layers': 2, 'hidden': 64, 'vocab': 1000}"
+    code = f"import {script}; {script}.QWEN3 = {small}; {script}.main([{toml!r}])"
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT}/configs/models"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0 and (model / "made_from").exists(), done.stdout + done.stderr
     assert len(transformers.AutoTokenizer.from_pretrained(model)) == size
     assert transformers.AutoModelForCausalLM.from_pretrained(model).config.vocab_size == size

@@ -14,7 +14,7 @@ from scripted import Policy, play
 from env import Truncated
 from env import load_environment as load
 from rolemodel.environments import verifiers_v1
-from rolemodel.environments.verifiers_v0 import wrap
+from rolemodel.environments.verifiers_v0 import VerifiersEnv
 from rolemodel.environments.verifiers_v1 import TasksetFailed, VerifiersV1Env
 
 ROWS = [{"question": f"row {i}", "answer": str(i), "info": {"number": i}} for i in range(13)]
@@ -40,7 +40,7 @@ class Turns(vf.MultiTurnEnv):
 
 def test_turns_and_settings_come_through():
     settings = {"max_tokens": 3, "stop": ["e"], "temperature": 0.3}
-    env = wrap(Turns(**DATA, max_turns=2, rubric=vf.Rubric([letters], [0.5]), sampling_args=settings))
+    env = VerifiersEnv(Turns(**DATA, max_turns=2, rubric=vf.Rubric([letters], [0.5]), sampling_args=settings))
     policy = Policy("a", "be", stop_reason="e")
     state = asyncio.run(policy.rollout(env, env.dataset[3]))
     assert [asked.settings for asked in policy.asked] == [{"max_tokens": 3, "stop": ["e"]}] * 2
@@ -70,7 +70,7 @@ def double(a: int) -> str:
 
 
 def test_tools_are_called_and_errors_go_back_as_text():
-    env = wrap(vf.ToolEnv(**DATA, rubric=vf.Rubric([letters]), tools=[double], max_turns=4))
+    env = VerifiersEnv(vf.ToolEnv(**DATA, rubric=vf.Rubric([letters]), tools=[double], max_turns=4))
     said = call("double", '{"a": 21}')
     state, reward, metrics = play(env, env.dataset[3], said, call("double", '{"a": '), "")  # the policy may say nothing
     tools = [m["content"] for m in state["completion"] if m["role"] == "tool"]
@@ -93,7 +93,7 @@ def step(answer):
 
 
 def test_a_reward_that_is_none_loses_the_rollout_and_never_counts_as_0():
-    env = wrap(vf.SingleTurnEnv(**DATA, rubric=vf.RubricGroup([vf.Rubric([limited]), vf.Rubric([step])])))
+    env = VerifiersEnv(vf.SingleTurnEnv(**DATA, rubric=vf.RubricGroup([vf.Rubric([limited]), vf.Rubric([step])])))
     _, reward, metrics = play(env, env.dataset[0], "a")
     assert reward == 3.0 and metrics["reward_step"] == 2.0 and metrics["limited"] == 1.0
     for i in (3, 4, 5):
@@ -109,7 +109,7 @@ def spread(completions):
 
 def test_functions_of_groups_and_groups_of_environments():
     parts = [vf.SingleTurnEnv(**DATA, rubric=vf.Rubric([letters, spread], [w, 1.0])) for w in (-1.0, 0.5)]
-    env = wrap(vf.EnvGroup(parts, ["a", "b"]))
+    env = VerifiersEnv(vf.EnvGroup(parts, ["a", "b"]))
     for i, weight in ((0, -1.0), (13, 0.5)):
         states = [play(env, env.dataset[i], "e")[0] for _ in range(2)]  # letters gives it 3
         scores = asyncio.run(env.rubric.score_group(states))

@@ -29,7 +29,6 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -150,7 +149,6 @@ def examine(run: Path, cfg, arms: dict, chosen: list[int], starts: dict[int, int
     sender = trainer.WeightSender(cfg, out, policy.device)
     envs = {e.name: load_environment(e.id, e.args) for e in cfg.env}
     loop = asyncio.new_event_loop()
-    loop.set_default_executor(ThreadPoolExecutor(256))
     found = {name: {key: [] for key in SHOWN} for name in arms}
     version = -1
     for state in chosen:

@@ -37,8 +37,6 @@ def main(argv: list[str]):
         say(f"replay: begins with {paths[0]}, since earlier batches are gone (checkpoint.keep_batches)")
     text = f"{to_toml(cfg)}# batches = {paths[0].resolve()}\n"
     write_config(run_dir, text)
-    if (run_dir / "checkpoints" / f"step_{len(paths):06d}").exists():
-        raise ConfigError(f"{run_dir} has its {len(paths)} steps already: set run_name, or remove it")
     import trainer  # the copy that trainer.script names
 
     trainer.start_distributed(cfg)

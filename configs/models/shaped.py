@@ -2,10 +2,9 @@
 
 It is for measuring memory and speed: what it learns says nothing about Qwen3. Its tokens are the characters of the toy
 models; all other ids have names that match no text. It is warmed up on the task's demonstrations, so that rewards
-differ. With SHAPE=toy in the environment, it is small."""
+differ."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -21,12 +20,11 @@ QWEN3 |= {"head_dim": 128, "vocab": 151936, "max_position_embeddings": 40960}
 
 def make_shaped(path: Path, tokenizer):
     """Saves the model, and a tokenizer that has a name for each id of the large vocabulary."""
-    shape = {"layers": 2, "hidden": 64, "vocab": 1000} if os.environ.get("SHAPE") == "toy" else QWEN3
-    toy.make_model(path, tokenizer, tied=True, **shape)
+    toy.make_model(path, tokenizer, tied=True, **QWEN3)
     file = path / "tokenizer.json"
     tokens = json.loads(file.read_text())
     known = {*tokens["model"]["vocab"].values(), *(token["id"] for token in tokens["added_tokens"])}
-    tokens["model"]["vocab"] |= {f"<{i}>": i for i in range(shape["vocab"]) if i not in known}
+    tokens["model"]["vocab"] |= {f"<{i}>": i for i in range(QWEN3["vocab"]) if i not in known}
     file.write_text(json.dumps(tokens))
 
 

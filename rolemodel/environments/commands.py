@@ -149,9 +149,6 @@ class Command:
         """Shell lines that build the sandbox and run a command in it. Their arguments are the endpoint's port and the
         command."""
         shown = [*map(os.path.realpath, show), *folders_of(self.program)]
-        for path in shown:
-            if not os.path.isdir(path) or Path(path).is_relative_to(NEW_ROOT):
-                raise ConfigError(f"{path} cannot be shown in the sandbox: it is not a directory, or is in {NEW_ROOT}")
         python, prefix = sandbox.find_python()
         visible = [path for path in [*sandbox.SYSTEM, *ETC, prefix, *shown] if os.path.lexists(path)]
         # Not --as: Node reserves addresses that it never uses.

@@ -80,12 +80,8 @@ print(json.dumps(leaks))
 """
 
 
-class CannotContain(ConfigError):
-    """The sandbox does not hold on this machine."""
-
-
 class Sandbox:
-    """run(code) returns text. The constructor raises CannotContain if this machine cannot contain code.
+    """run(code) returns text. The constructor raises ConfigError if this machine cannot contain code.
 
     hide: directories that the code must not see, wherever they are.
     allow_unsandboxed: print a warning and run the code without a sandbox."""
@@ -108,7 +104,7 @@ class Sandbox:
             self.script = setup_script(visible, hide)
             problem = self.probe(visible, hide)
         if problem:
-            raise CannotContain(REFUSAL.format(problem=problem))
+            raise ConfigError(REFUSAL.format(problem=problem))
 
     def run(self, code: str, timeout_s: float | None = None) -> str:
         """Returns what the code printed and the last lines of its errors, at most 8 KiB. It ends within timeout_s + 3 s
