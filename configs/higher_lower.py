@@ -1,5 +1,5 @@
-"""Find a number: after each guess, the model is told whether the number is higher or lower. It trains on odd numbers,
-and is evaluated on even ones."""
+"""Find a number in a range: after each guess, the model is told whether the number is higher or lower. It trains on
+numbers from 1 to 44, and is evaluated on numbers from 51 to 72."""
 
 import re
 
@@ -29,9 +29,14 @@ def quick(completion, answer, turn):
     return found(completion, answer) / turn
 
 
-def load_environment(most=30, max_turns=6):
-    question = f"Guess my number from 1 to {most}. Answer with one number."
-    game = [question, "15", "Lower.", "7", "Higher.", "11", "Higher.", "13", question]  # a sample game
-    prompt = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(game)]
-    rows = [{"prompt": prompt, "answer": number} for number in range(1, most + 1)]
-    return HigherLower(rows[::2], max_turns, eval_dataset=rows[1::2], rubric=Rubric([found, quick], [0.8, 0.2]))
+def load_environment(size=15, max_turns=6):
+    def example(low, number):
+        question = f"Guess my number from {low} to {low + size - 1}. Answer with one number."
+        # The prompt shows a sample game, and then asks the question again.
+        texts = [question, low + 7, "Lower.", low + 3, "Higher.", low + 5, question]
+        prompt = [{"role": ("user", "assistant")[i % 2], "content": f"{text}"} for i, text in enumerate(texts)]
+        return {"prompt": prompt, "answer": number}
+
+    train = [example(low, number) for low in range(1, 31) for number in range(low, low + size)]
+    test = [example(low, number) for low in range(51, 61) for number in range(low, low + size, 4)]
+    return HigherLower(train, max_turns, eval_dataset=test, rubric=Rubric([found, quick], [0.8, 0.2]))
