@@ -89,8 +89,9 @@ class Network(WeightReceiver):
             layers.setdefault(layer, {})[factor] = tensor.to(self.model.dtype)
         self.adapters[name] = about["lora_alpha"] / about["r"], layers
 
-    def log_p(self, name, ids, temperature):
-        """Log-probabilities of the token after each of these, by the adapter of this name or by the base alone."""
+    def log_p(self, name, ids, temperature, keep=0):
+        """Log-probabilities of the token after each of these, or after the last `keep` of them, by the adapter of this
+        name or by the base alone."""
         scale, layers = self.adapters.get(name, (0.0, {}))
         for layer, module in self.model.named_modules():
             if layer in layers:
@@ -98,7 +99,7 @@ class Network(WeightReceiver):
                 vars(module).update(layers[layer] | {"scale": scale, "dropout": 0.0})
             elif isinstance(module, LoRALinear):
                 module.__class__ = torch.nn.Linear
-        logits = self.model(torch.tensor([ids])).logits[0].float()
+        logits = self.model(torch.tensor([ids]), logits_to_keep=keep).logits[0].float()
         return (logits / max(temperature, 1e-5)).log_softmax(-1)  # 0: the likeliest
 
     @torch.no_grad()
@@ -112,7 +113,7 @@ class Network(WeightReceiver):
         tokens = []
         content = []
         while len(tokens) < max_tokens and eos not in tokens:
-            log_p_V = cut_off(self.log_p(name, ids + tokens, body.get("temperature", 1.0))[-1], body)
+            log_p_V = cut_off(self.log_p(name, ids + tokens, body.get("temperature", 1.0), 1)[0], body)
             tokens.append(torch.multinomial(log_p_V.exp(), 1, generator=draw).item())
             num = body.get("top_logprobs", 0)
             # As vLLM: the sampled token stands first, then the likeliest, and as many as were asked for.
