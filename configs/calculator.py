@@ -1,5 +1,5 @@
 """Use a calculator: the model writes <calc>415 + 489</calc>, or calls a function, reads the result as the next message,
-and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt), names and things than training."""
+and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt) and names than training, and other things except for eggs."""
 
 import random
 import re

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash tests/run.sh            sets up .venv, like launch.sh, and runs all but the long tests: 6 minutes on 2 cores
+# bash tests/run.sh            sets up .venv, like launch.sh, and runs all but the long tests: 5 minutes on 2 cores
 # bash tests/run.sh --fast     skips the tests that need the real vLLM or start whole runs
 # bash tests/run.sh --all      also runs the long ones, one at a time, for hours: learning runs, all model families, and
 #                              kills of each process at each point of a run
