@@ -1,5 +1,6 @@
 """Use a calculator: the model writes <calc>415 + 489</calc>, or calls a function, reads the result as the next message,
-and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt) and names than training, and other things except for eggs."""
+and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt) and names than training, and, except
+for eggs, other things."""
 
 import random
 import re

@@ -55,6 +55,8 @@ MEANS = {  # lines under [trainer.args] -> our keys
     "ref_model_sync_steps = 9\nsync_ref_model = false\nbeta = 0.1": REF,
     "ref_model_mixup_alpha = 0.2\nref_model_sync_steps = 9\nsync_ref_model = true\nbeta = 0.1":
         REF | {"trainer.ref_sync_steps": 9, "trainer.ref_sync_alpha": 0.2},
+    "vllm_gpu_memory_utilization = 0.5":
+        {"inference.args": DEFAULTS["inference.args"] | {"gpu_memory_utilization": 0.5}},
     "warmup_steps = 5\nwarmup_ratio = 0.5": {"trainer.warmup_steps": 5},
     "epsilon = 0.2": {"trainer.loss": "grpo", "trainer.loss_args": BOTH},  # TRL's default is dapo
     'epsilon_high = 0.3\nloss_type = "dr_grpo"':
