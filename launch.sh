@@ -6,7 +6,7 @@
 # On first use, it sets up .venv (with --setup, only that). Then rolemodel/launch.py runs all roles to the end.
 # Exit codes: 0 done, 2 configuration, 3 a role died or hung, 4 data, 5 numerics, 6 storage, 130/143 interrupted
 # Environment variables: KIND=gpu or KIND=cpu and PYTHON=python3.12 (for .venv), CUDA_VISIBLE_DEVICES, NNODES,
-#     MASTER_ADDR, MASTER_PORT, SERVER=".venv/bin/python tests/fake_vllm.py" (not vLLM), WATCH= (no tools)
+#     MASTER_ADDR, MASTER_PORT, SERVER=".venv/bin/python tests/fake_vllm.py" (replaces vLLM), WATCH= (no watch.py)
 set -u
 usage() { sed -n '2,9s/^# //p' "$0"; exit "$1"; }
 fail() { echo "[launch] $1 (exit=2)" >&2; exit 2; }

@@ -1,6 +1,6 @@
 """Use a calculator: the model writes <calc>415 + 489</calc>, or calls a function, reads the result as the next message,
-and writes <answer>904</answer>. Evaluations use other wordings (calculator.txt) and names than training, and, except
-for eggs, other things."""
+and writes <answer>904</answer>. Evaluations use wordings (calculator.txt), names and things that do not occur in
+training. The only exception is eggs."""
 
 import random
 import re

@@ -90,8 +90,8 @@ class Network(WeightReceiver):
         self.adapters[name] = about["lora_alpha"] / about["r"], layers
 
     def log_p(self, name, ids, temperature, keep=0):
-        """Log-probabilities of the token after each of these, or after the last `keep` of them, by the adapter of this
-        name or by the base alone."""
+        """For each of the ids, the log-probabilities of the token that follows it. keep: only for the last so many ids;
+        0: for all. They come from the model with the adapter of this name, or from the base model if there is none."""
         scale, layers = self.adapters.get(name, (0.0, {}))
         for layer, module in self.model.named_modules():
             if layer in layers:

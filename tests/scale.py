@@ -206,7 +206,8 @@ def send(billions, pipe):
     per_layer = hidden * hidden * 4 + 3 * hidden * 9728
     num_layers = round(billions * 1e9 / per_layer)
     config = transformers.Qwen3Config(hidden_size=hidden, intermediate_size=9728, num_attention_heads=20, head_dim=128,
-                                      num_key_value_heads=20, vocab_size=1024, num_hidden_layers=num_layers)  # fmt: skip
+                                      num_hidden_layers=num_layers, num_key_value_heads=20,
+                                      vocab_size=1024)  # fmt: skip
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device="cpu")
