@@ -88,7 +88,7 @@ def test_a_gain_is_paired_by_row():
     assert found["gain"] == pytest.approx(0.5) and found["gain_ci95"] == pytest.approx(4.302653 * 0.5 / math.sqrt(3))
     assert found["ci95"] == pytest.approx(3.182446 * math.sqrt(0.25 / 3) / 2)
     assert show.half_width([1.0] * 9) is None
-    assert show.eval_statistics([0.5, None]) == {"ci95": None}  # nothing is known of one row
+    assert not any(show.eval_statistics([0.5, None], [0.5, None]).values())  # nothing is known of one row
 
 
 def test_curves_stand_at_their_versions(tmp_path):

@@ -89,16 +89,12 @@ def draw(runs: list[Path]):
     return fig
 
 
-def plot(runs: list[Path], out: Path):
-    draw(runs).savefig(out, dpi=90)
-
-
 def main(argv: list[str]):
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=run_with("metrics.jsonl", "eval.jsonl"))
     parser.add_argument("--out", type=Path, metavar="FILE.png")
     args = parser.parse_args(argv)
-    plot(args.runs, args.out or args.runs[0] / "curves.png")
+    draw(args.runs).savefig(args.out or args.runs[0] / "curves.png", dpi=90)
 
 
 if __name__ == "__main__":

@@ -35,18 +35,16 @@ def half_width(values: list[float]) -> float | None:
     return float(stdtrit(len(values) - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def eval_statistics(rows: list[float | None], first: list[float | None] | None = None) -> dict:
+def eval_statistics(rows: list[float | None], first: list[float | None]) -> dict:
     """Statistics over the examples of an evaluation. rows: the mean reward of each example, or None for a lost one, as
     in eval.jsonl; first: those of an earlier version.
 
     ci95 is half the width of the reward's interval. gain is the mean difference from `first`. It is paired by example,
     since examples differ from each other far more than versions do."""
-    found = {"ci95": half_width([x for x in rows if x is not None])}
-    if first:
-        differences = [b - a for a, b in zip(first, rows) if None not in (a, b)]
-        found["gain"] = float(np.mean(differences)) if len(differences) > 1 else None
-        found["gain_ci95"] = half_width(differences)
-    return found
+    differences = [b - a for a, b in zip(first, rows) if None not in (a, b)]
+    gain = float(np.mean(differences)) if len(differences) > 1 else None
+    half = half_width([x for x in rows if x is not None])
+    return {"ci95": half, "gain": gain, "gain_ci95": half_width(differences)}
 
 
 def whole_rounds(evals: list[dict], num_envs: int) -> dict[int, list[dict]]:

@@ -280,7 +280,7 @@ class Watch:
 
         self.is_drawn = True
         self.drawn = time.monotonic()
-        plot.plot([self.run], self.run / "curves.png")
+        plot.draw([self.run]).savefig(self.run / "curves.png", dpi=90)
 
     def end(self):
         whole = self.seconds["step"]

@@ -75,22 +75,16 @@ def timeline():
         )
         behind = "batch n is sampled by version n - 1 or newer" if staleness else "batch n is sampled by version n"
         axis.set_title(f"max_staleness = {staleness}: {behind}", loc="left")
-        for side in ("top", "right"):
-            axis.spines[side].set_visible(False)
-    axes[1].set_xlabel("time")
-    axes[1].set_xticks([])
-    patches = [
-        plt.Rectangle((0, 0), 1, 1, color="0.6"),
-        plt.Rectangle((0, 0), 1, 1, facecolor="0.8", hatch="////", edgecolor="white"),
-    ]
-    patches += [plt.Rectangle((0, 0), 1, 1, fill=False), plt.Rectangle((0, 0), 1, 1, color="0.35")]
-    labels = [
-        "sampling, or training",
-        "groups without a gradient are replaced",
-        "complete, but held by an evaluation",
-        "new weights to vLLM",
-    ]
-    fig.legend(patches, labels, loc="outside lower center", ncols=4, frameon=False)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[1].set(xlabel="time", xticks=[])
+    looks = {
+        "sampling, or training": {"color": "0.6"},
+        "groups without a gradient are replaced": {"facecolor": "0.8", "hatch": "////", "edgecolor": "white"},
+        "complete, but held by an evaluation": {"fill": False},
+        "new weights to vLLM": {"color": "0.35"},
+    }
+    patches = [plt.Rectangle((0, 0), 1, 1, **look) for look in looks.values()]
+    fig.legend(patches, [*looks], loc="outside lower center", ncols=4, frameon=False)
     fig.savefig(FOLDER / "timeline.png", dpi=130)
 
 
@@ -121,23 +115,19 @@ def tree():
         left.add_patch(plt.Rectangle((place, 0.6), 0.94, 0.8, color=palette[frozenset(owners[place])]))
         left.text(place + 0.47, 1, word, ha="center", va="center")
     left.text(-0.3, 1, "their line", ha="right", va="center")
-    left.set_xlim(-3.4, width)
-    left.set_ylim(0, 5.2)
+    left.set(xlim=(-3.4, width), ylim=(0, 5.2))
     left.set_title(f"{sum(map(len, texts))} tokens in three sequences, {width} in their line", loc="left")
     left.axis("off")
     for a in range(width):
         for b in range(width):
             if sees_WW[a, b]:
                 right.add_patch(plt.Rectangle((b, a), 0.94, 0.94, color=palette[frozenset(owners[b])]))
-    right.set_xlim(0, width)
-    right.set_ylim(width, 0)
+    right.set(xlim=(0, width), ylim=(width, 0), ylabel="this token ...", aspect="equal")
     right.set_xticks([place + 0.5 for place in range(width)], line)
     right.set_yticks([place + 0.5 for place in range(width)], line)
     right.xaxis.tick_top()
     right.tick_params(length=0)
-    right.set_ylabel("this token ...")
     right.set_title("... sees these", fontsize="medium")
-    right.set_aspect("equal")
     fig.savefig(FOLDER / "tree.png", dpi=130)
 
 
@@ -156,13 +146,11 @@ def gpus():
                 axis.text(
                     k + left + wide / 2, row + 0.375, text, ha="center", va="center", fontsize=7 if is_shared else 9
                 )
-    axis.set_xlim(0, 8)
-    axis.set_ylim(-0.1, len(names))
+    axis.set(xlim=(0, 8), ylim=(-0.1, len(names)))
     axis.set_yticks([row + 0.375 for row in range(len(names))], [f"{name}.toml" for name in reversed(names)])
     axis.set_xticks([k + 0.45 for k in range(8)], [f"GPU {k}" for k in range(8)])
     axis.tick_params(length=0)
-    for side in axis.spines.values():
-        side.set_visible(False)
+    axis.spines[:].set_visible(False)
     fig.savefig(FOLDER / "gpus.png", dpi=130)
 
 
@@ -177,10 +165,7 @@ def calculator(runs: list[str]):
         half = 1.96 * np.sqrt(p * (1 - p) / n + 0.96 / n**2) / (1 + 3.84 / n)
         bars = [p - middle + half, middle + half - p]
         axis.errorbar(steps, p, yerr=bars, color=color, marker=marker, capsize=3, label=Path(run).name)
-    axis.set_xticks(steps)
-    axis.set_xlabel("step")
-    axis.set_ylabel("share of right answers")
-    axis.set_ylim(0, 1.02)
+    axis.set(xticks=steps, xlabel="step", ylabel="share of right answers", ylim=(0, 1.02))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, loc="lower right")
     fig.savefig(FOLDER / "calculator.png", dpi=130)

@@ -48,7 +48,6 @@ class Judge:
         base_url: str | None = None,
         template: str = TEMPLATE,
         scale: float = 10.0,
-        max_concurrent: int = 32,
         sampling: dict | None = None,
         name: str = "judge",
     ):
@@ -56,7 +55,6 @@ class Judge:
         self.base_url = base_url
         self.template = template
         self.scale = scale
-        self.max_concurrent = max_concurrent
         self.sampling = {"temperature": 0.0} | (sampling or {})
         self.__name__ = name
         self.tags = "|".join([*re.findall(r"</(\w+)>", template), "score"])
@@ -68,7 +66,7 @@ class Judge:
         http = openai.DefaultAsyncHttpxClient(mounts=DIRECT)
         how = {"http_client": http, "max_retries": 6, "timeout": 120.0}
         self.client = openai.AsyncOpenAI(base_url=self.base_url, api_key=key, **how)
-        self.slots = asyncio.Semaphore(self.max_concurrent)
+        self.slots = asyncio.Semaphore(32)  # requests at once
         self.loop = asyncio.get_running_loop()
 
     async def __call__(self, prompt: Messages | str, completion: Messages, answer: str) -> float:

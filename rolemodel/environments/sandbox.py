@@ -259,9 +259,9 @@ def report(out, err, returncode: int, stopped: str) -> str:
     is read from large files."""
     limit = MAX_OUTPUT - 2 * MAX_ERRORS
     size = os.fstat(out.fileno()).st_size
-    printed = text(os.pread(out.fileno(), MAX_OUTPUT, 0), limit)
+    printed = os.pread(out.fileno(), MAX_OUTPUT, 0).decode(errors="replace").encode()
     errors = "\n".join(tail(err, MAX_ERRORS).splitlines()[-10:])
-    parts = [printed.rstrip("\n")]
+    parts = [printed[:limit].decode(errors="ignore").rstrip("\n")]
     if size > limit:
         parts.append(f"[cut: {size} bytes printed]")
     parts.append(errors)
@@ -275,8 +275,3 @@ def tail(file, limit: int) -> str:
     start = max(0, os.fstat(file.fileno()).st_size - limit)
     data = os.pread(file.fileno(), limit, start).decode(errors="replace").encode()
     return data[-limit:].decode(errors="ignore")
-
-
-def text(data: bytes, limit: int) -> str:
-    """Returns bytes as text of at most `limit` bytes."""
-    return data.decode(errors="replace").encode()[:limit].decode(errors="ignore")
