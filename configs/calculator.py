@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from env import Messages, MultiTurnEnv, Rubric
-from orchestrator import Order
+from orchestrator import Order, Rollout, Sequence
 from rolemodel.environments.parsers import XMLParser, number
 from rolemodel.environments.tools import ToolEnv
 from rolemodel.role import ConfigError
@@ -48,13 +48,28 @@ class Calculator(MultiTurnEnv):
         return [{"role": "user", "content": "error" if result is None else str(result + self.error)}]
 
 
-class EachOperation(Order):
-    """Sums, differences and products take turns, so that every batch begins with the same number of each. After a batch
-    of mostly sums, the model would add whatever it is asked. A dropped group is replaced by any example."""
+class HardWordings(Order):
+    """Sums, differences and products take turns, since after a batch of mostly sums, the model would add whatever it is
+    asked. A dropped group is replaced twice by one of the same operation, and then by one of any operation.
+
+    A wording is skipped with the probability with which the model has solved it lately (Kimi k1.5, 2501.12599)."""
 
     def pick(self, step: int, slot: int, attempt: int) -> int:
-        example = super().pick(step, slot, attempt)
-        return example if attempt else example // 3 * 3 + slot % 3
+        draw = random.Random(f"{self.cfg.run.seed} {step} {slot} {attempt}")
+        for num in range(100):
+            row = super().pick(step, slot, attempt + 100 * num)
+            if attempt < 3:
+                row = row // 3 * 3 + slot % 3
+            if draw.random() >= self.memory.get(self.examples[row]["wording"], 0):
+                break
+        return row
+
+    def commit(self, step: int, groups: list[list[Rollout]]) -> list[Sequence]:
+        for group in groups:
+            wording = self.examples[group[0].example]["wording"]
+            share = sum(rollout.reward == 1 for rollout in group) / len(group)
+            self.memory[wording] = (self.memory.get(wording, 0) + share) / 2
+        return []
 
 
 def correct(completion: Messages, answer: str) -> float:
@@ -72,15 +87,15 @@ def repeated(completion: Messages) -> float:
 
 
 def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list[dict]:
-    """Makes examples whose prompt is `head` and a question, with a `solution`: the messages that would solve it.
-    tool_call: how the tool is called, with {} for the calculation; "": there is no tool."""
+    """Makes examples whose prompt is `head` and a question, with its `wording`, and a `solution`: the messages that
+    would solve it. tool_call: how the tool is called, with {} for the calculation; "": there is no tool."""
     names, things = map(str.split, NAMES_AND_THINGS[split])
     wordings = [line.split(maxsplit=2) for line in Path(__file__).with_suffix(".txt").read_text().splitlines()]
     draw = random.Random(f"{split} {num}")
     rows = []
     for i in range(num):
         operation = "+-*"[i % 3]
-        _, _, question = draw.choice([wording for wording in wordings if wording[:2] == [split, operation]])
+        _, _, wording = draw.choice([line for line in wordings if line[:2] == [split, operation]])
         a, b = draw.randint(100, 999), draw.randint(100, 999)
         if operation == "-":
             a, b = max(a, b), min(a, b)
@@ -90,9 +105,9 @@ def make_rows(split: str, num: int, tool_call: str, head: Messages = ()) -> list
         if tool_call:
             result = {"role": "tool" if tool_call == CALL else "user", "content": answer}
             solution = [{"role": "assistant", "content": tool_call.format(call)}, result, *solution]
-        question = question.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
+        question = wording.format(a=a, b=b, name=draw.choice(names), things=draw.choice(things))
         prompt = [*head, {"role": "user", "content": question}]
-        rows.append({"prompt": prompt, "answer": answer, "solution": solution})
+        rows.append({"prompt": prompt, "answer": answer, "solution": solution, "wording": wording})
     return rows
 
 
@@ -125,7 +140,7 @@ def load_environment(split="test", shots=3, tool="tags", error=0) -> MultiTurnEn
         max_turns=2,
         eval_dataset=make_rows(split, 128, tool_call, head),
         system_prompt=WITH_TOOL if tool == "tags" else ALONE,
-        rubric=Rubric([correct, called, repeated], [0.8, 0.2, 0.0] if tool else [1.0, 0.0, 0.0]),
+        rubric=Rubric([correct, called, repeated], [1.0, 0.0, 0.0]),
     )
     env.error = error
     return env

@@ -7,7 +7,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
+import calculator
 import gsm8k
 import math_python
 import numpy as np
@@ -193,10 +195,10 @@ def test_calculator():
     _, reward, metrics = play(env, row, call, f"<answer>{row['answer']}</answer>")
     assert reward == 1 and metrics == {"correct": 1, "called": 1, "repeated": 1}
     _, reward, metrics = play(off, row, call, f"<answer>{int(row['answer']) + 1}</answer>")
-    assert reward == 0.2 and metrics["repeated"] == 1
+    assert reward == 0 and metrics["repeated"] == 1
     state, reward, _ = play(env, row, "<calc>2 plus 2</calc>", "<answer>4</answer>")
     assert reward == 0 and texts(state["completion"], "user") == ["error"]
-    assert play(env, row, f"<answer>{row['answer']}</answer>")[1] == 0.8
+    assert play(env, row, f"<answer>{row['answer']}</answer>")[1] == 1
     calls = load_environment("calculator", {"tool": "function"})
     called = wiki_search.call("calculate", {"expression": f"{a} * {b}"})
     state, reward, metrics = play(calls, row, called, f"<answer>{row['answer']}</answer>")
@@ -205,6 +207,21 @@ def test_calculator():
     asked = [{re.sub(r"\d+", "", row["prompt"][-1]["content"]) for row in rows}
              for rows in (env.dataset, dev.eval_dataset, env.eval_dataset)]  # fmt: skip
     assert len(set.union(*asked)) == sum(map(len, asked))  # no wording is in two splits
+
+
+def test_hard_wordings_come_more_often():
+    """Two replacements keep a slot's operation. A wording that is always solved becomes rare."""
+    rows = load_environment("calculator", {}).dataset
+    order = calculator.HardWordings("calculator", rows, load_config(ROOT / "configs/calculator.toml"), {})
+    for slot in range(6):
+        assert {order.pick(0, slot, attempt) % 3 for attempt in range(3)} == {slot % 3}
+    assert {order.pick(0, 0, attempt) % 3 for attempt in range(3, 30)} == {0, 1, 2}
+    solved = rows[order.pick(1, 7, 0)]["wording"]
+    group = [SimpleNamespace(example=order.pick(1, 7, 0), reward=1.0)] * 8
+    for _ in range(6):
+        order.commit(1, [group])
+    picked = Counter(rows[order.pick(2, slot, 0)]["wording"] for slot in range(1, 3000, 3))
+    assert len(picked) == 20 and picked[solved] <= 5  # of 1,000; about 50 before
 
 
 def test_wordle():
