@@ -235,6 +235,5 @@ def test_the_loop_learns(tmp_path):
 def test_a_real_model_learns(tmp_path):
     """SmolLM2 learns to use a calculator for questions of wordings that were not trained, in a quarter of an hour."""
     evals, metrics = learn(tmp_path, recipe="calculator")
-    assert [e["step"] for e in evals] == [0, 10, 20] and evals[0]["correct"] < 0.15
-    # Six runs ended between 0.844 and 0.969.
+    assert [e["step"] for e in evals] == [0, 9, 18] and evals[0]["correct"] < 0.15
     assert evals[-1]["correct"] > 0.8 and max(m["sync/dlogp_max"] for m in metrics) < 2e-4
