@@ -91,7 +91,7 @@ def limits(run):
         ("lines of the roles", lines, 1015),
         ("tokens of the roles", tokens, 12_080),
         ("lines that a run executes", total(run)[0], 3000),
-        ("lines of all but tests", code, 8050),
+        ("lines of all but tests", code, 8040),
         ("lines of tests for each of the rest", total(TESTS)[0] / code, 0.73),
     ]
 
