@@ -65,7 +65,7 @@ class HardWordings(Order):
         return row
 
     def commit(self, step: int, groups: list[list[Rollout]]) -> list[Sequence]:
-        for group in groups:
+        for group in (group for group in groups if group[0].env == self.env):
             wording = self.examples[group[0].example]["wording"]
             share = sum(rollout.reward == 1 for rollout in group) / len(group)
             self.memory[wording] = (self.memory.get(wording, 0) + share) / 2

@@ -217,9 +217,9 @@ def test_hard_wordings_come_more_often():
         assert {order.pick(0, slot, attempt) % 3 for attempt in range(3)} == {slot % 3}
     assert {order.pick(0, 0, attempt) % 3 for attempt in range(3, 30)} == {0, 1, 2}
     solved = rows[order.pick(1, 7, 0)]["wording"]
-    group = [SimpleNamespace(example=order.pick(1, 7, 0), reward=1.0)] * 8
+    group = [SimpleNamespace(env="calculator", example=order.pick(1, 7, 0), reward=1.0)] * 8
     for _ in range(6):
-        order.commit(1, [group])
+        order.commit(1, [group, [SimpleNamespace(env="other", example=4095, reward=1.0)]])  # it has no such example
     picked = Counter(rows[order.pick(2, slot, 0)]["wording"] for slot in range(1, 3000, 3))
     assert len(picked) == 20 and picked[solved] <= 5  # of 1,000; about 50 before
 
