@@ -233,7 +233,7 @@ def test_the_loop_learns(tmp_path):
 
 @pytest.mark.long
 def test_a_real_model_learns(tmp_path):
-    """SmolLM2 learns to use a calculator for questions of wordings that were not trained, in a quarter of an hour."""
+    """SmolLM2 learns to use a calculator for questions of wordings that were not trained."""
     evals, metrics = learn(tmp_path, recipe="calculator")
-    assert [e["step"] for e in evals] == [0, 9, 18] and evals[0]["correct"] < 0.15
-    assert evals[-1]["correct"] > 0.8 and max(m["sync/dlogp_max"] for m in metrics) < 2e-4
+    assert [e["step"] for e in evals] == [0, 10, 20] and evals[0]["correct"] < 0.15
+    assert evals[-1]["correct"] > 0.9 and max(m["sync/dlogp_max"] for m in metrics) < 2e-4

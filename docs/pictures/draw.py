@@ -167,7 +167,7 @@ def calculator(runs: list[str]):
         axis.errorbar(steps, p, yerr=bars, color=color, marker=marker, capsize=3, label=Path(run).name)
     axis.set(xticks=steps, xlabel="step", ylabel="share of right answers", ylim=(0, 1.02))
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False, loc="lower right")
+    axis.legend(frameon=False, loc="center right")
     fig.savefig(FOLDER / "calculator.png", dpi=130)
 
 
